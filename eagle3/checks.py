@@ -1,0 +1,216 @@
+"""Checks across the fields of a composed :class:`eagle3.config.Config`; pure functions, no files read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from eagle3.config import Config
+from eagle3.errors import ConfigError
+from eagle3.names import CaptureSource
+from eagle3.ops.distillation import LOSSES
+
+_HOW_TO_SET = {
+    "verifier": "paths.verifier=/directory/with/config.json and *.safetensors",
+    "shards": "paths.shards=/directory/with/data_*.pt",
+    "vocab_map": "paths.vocab_map=/file/or/directory/with/d2t and t2d",
+}
+
+
+def check(config: Config) -> None:
+    """Refuse a configuration that cannot run, before anything is read or built.
+
+    Raises:
+        ConfigError: one line per problem, each with the key, what was found and what is allowed.
+    """
+    problems = [problem for find in _CHECKS for problem in find(config)]
+    if problems:
+        raise ConfigError("\n       ".join(problems))
+
+
+def device_count(devices: object) -> int:
+    """Processes that ``trainer.devices`` asks for: the count itself, or one per listed card.
+
+    Raises:
+        ConfigError: neither a count >= 1 nor a list of distinct card numbers.
+    """
+    if isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1:
+        return devices
+    if (
+        isinstance(devices, list)
+        and devices
+        and all(isinstance(card, int) and card >= 0 for card in devices)
+        and len(set(devices)) == len(devices)
+    ):
+        return len(devices)
+    raise ConfigError(
+        f"trainer.devices={devices!r}: expected a count >= 1 or a list of distinct card numbers, "
+        "such as trainer.devices=4 or 'trainer.devices=[4,5,6,7]'"
+    )
+
+
+def accumulate(config: Config, world_size: int) -> int:
+    """Packs per rank in one optimizer step, so that all ranks together reach ``tokens_per_step``.
+
+    Raises:
+        ConfigError: ``tokens_per_step`` is no multiple of ``world_size * max_seq_len`` rows.
+    """
+    wanted, unit = config.tokens_per_step, world_size * config.max_seq_len
+    if wanted is None:
+        return 1
+    if wanted < unit or wanted % unit:
+        below = max(1, wanted // unit) * unit
+        raise ConfigError(
+            f"tokens_per_step={wanted} cannot be reached: with {world_size} rank(s) and "
+            f"max_seq_len={config.max_seq_len} it comes in multiples of {unit}; "
+            f"the nearest are {below} and {below + unit}"
+        )
+    return wanted // unit
+
+
+def _paths(config: Config) -> Iterator[str]:
+    if config.capture.source != CaptureSource.off:
+        return  # the capture provides the verifier, the shards and the vocabulary map
+    needed = ["verifier", "shards"]
+    if config.model.draft_vocab_size < config.model.vocab_size:
+        needed.append("vocab_map")
+    for name in needed:
+        if getattr(config.paths, name) is None:
+            yield f"paths.{name} is not set: give {_HOW_TO_SET[name]}"
+
+
+def _name(config: Config) -> Iterator[str]:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
+        yield f"name={config.name!r}: expected letters, digits, '.', '_' and '-' (it names a folder)"
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    c, data, optim, val = config, config.data, config.optim, config.val
+    for key, value, allowed, fits in (
+        ("lr", c.lr, "> 0", c.lr > 0),
+        ("epochs", c.epochs, ">= 1", c.epochs >= 1),
+        ("max_seq_len", c.max_seq_len, ">= 2", c.max_seq_len >= 2),
+        ("ttt_steps", c.ttt_steps, ">= 1", c.ttt_steps >= 1),
+        ("noise_std", c.noise_std, ">= 0", c.noise_std >= 0),
+        ("data.val_ratio", data.val_ratio, "in [0, 1)", 0 <= data.val_ratio < 1),
+        ("data.max_bad_samples", data.max_bad_samples, ">= 0", data.max_bad_samples >= 0),
+        ("data.num_workers", data.num_workers, ">= 1", data.num_workers >= 1),
+        ("data.prefetch_windows", data.prefetch_windows, ">= 1", data.prefetch_windows >= 1),
+        ("data.max_samples", data.max_samples, ">= 1 or null", _at_least_one(data.max_samples)),
+        ("loss.step_loss_decay", c.loss.step_loss_decay, "> 0", c.loss.step_loss_decay > 0),
+        ("optim.warmup_ratio", optim.warmup_ratio, "in [0, 1)", 0 <= optim.warmup_ratio < 1),
+        ("optim.min_lr_ratio", optim.min_lr_ratio, "in [0, 1]", 0 <= optim.min_lr_ratio <= 1),
+        ("optim.weight_decay", optim.weight_decay, ">= 0", optim.weight_decay >= 0),
+        ("optim.beta1", optim.beta1, "in [0, 1)", 0 <= optim.beta1 < 1),
+        ("optim.beta2", optim.beta2, "in [0, 1)", 0 <= optim.beta2 < 1),
+        ("optim.eps", optim.eps, "> 0", optim.eps > 0),
+        ("optim.clip_norm", optim.clip_norm, "> 0", optim.clip_norm > 0),
+        ("val.draft_steps", val.draft_steps, ">= 1", val.draft_steps >= 1),
+        ("val.max_seq_len", val.max_seq_len, ">= 2", val.max_seq_len >= 2),
+        ("val.every_steps", val.every_steps, ">= 1 or null", _at_least_one(val.every_steps)),
+    ):
+        if not fits:
+            yield f"{key}={value}: expected a value {allowed}"
+
+
+def _at_least_one(value: int | None) -> bool:
+    return value is None or value >= 1
+
+
+def _split(config: Config) -> Iterator[str]:
+    # a segment spends rows on context before and on look-ahead after the rows it trains
+    spent = config.data.split_context_tokens + config.ttt_steps - 1
+    if config.data.split_context_tokens < 0 or spent >= config.max_seq_len:
+        yield (
+            f"data.split_context_tokens={config.data.split_context_tokens}: expected >= 0 and, with "
+            f"ttt_steps={config.ttt_steps} - 1 look-ahead rows, below max_seq_len={config.max_seq_len}"
+        )
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    for key in (
+        "hidden_size",
+        "vocab_size",
+        "draft_vocab_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "num_aux_layers",
+        "max_position_embeddings",
+    ):
+        if getattr(model, key) < 1:
+            yield f"model.{key}={getattr(model, key)}: expected a value >= 1"
+    if kv_heads >= 1 and heads % kv_heads:
+        yield (
+            f"model.num_attention_heads={heads} is no multiple of "
+            f"model.num_key_value_heads={kv_heads}: every key head serves the same number of queries"
+        )
+    if model.head_dim % 2:
+        yield f"model.head_dim={model.head_dim}: expected an even number (rotary pairs)"
+    if model.draft_vocab_size > model.vocab_size:
+        yield (
+            f"model.draft_vocab_size={model.draft_vocab_size} is larger than "
+            f"model.vocab_size={model.vocab_size}: give at most the verifier's vocabulary"
+        )
+    if model.sliding_window is not None and model.sliding_window <= config.ttt_steps:
+        yield (
+            f"model.sliding_window={model.sliding_window}: expected more than "
+            f"ttt_steps={config.ttt_steps}, or a chain loses sight of its own start"
+        )
+
+
+def _loss(config: Config) -> Iterator[str]:
+    if not config.loss.mix:
+        yield "loss.mix is empty: give at least one term, such as [{name: kl, weight: 1.0}]"
+    for term in config.loss.mix:
+        if term.name not in LOSSES:
+            yield f"loss.mix: unknown loss {term.name!r}; expected one of {', '.join(LOSSES)}"
+        if not term.weight > 0:
+            yield f"loss.mix: weight {term.weight} of {term.name}: expected a value > 0"
+
+
+def _aux_layers(config: Config) -> Iterator[str]:
+    for key, ids in (
+        ("data.aux_layer_ids", config.data.aux_layer_ids),
+        ("capture.aux_layer_ids", config.capture.aux_layer_ids),
+    ):
+        unused = ids is None or (
+            key.startswith("capture") and config.capture.source == CaptureSource.off
+        )
+        if unused:
+            continue
+        assert ids is not None
+        if len(ids) != config.model.num_aux_layers or len(set(ids)) != len(ids):
+            yield (
+                f"{key}={list(ids)}: expected model.num_aux_layers="
+                f"{config.model.num_aux_layers} distinct layer ids"
+            )
+
+
+def _trainer(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    try:
+        accumulate(config, device_count(trainer.devices))
+    except ConfigError as error:
+        yield str(error)
+    if not _at_least_one(trainer.max_steps):
+        yield f"trainer.max_steps={trainer.max_steps}: expected a value >= 1 or null"
+    if trainer.log_every_steps < 1:
+        yield f"trainer.log_every_steps={trainer.log_every_steps}: expected a value >= 1"
+    if not trainer.all_reduce_timeout_s > 0:
+        yield f"trainer.all_reduce_timeout_s={trainer.all_reduce_timeout_s}: expected seconds > 0"
+
+
+_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _paths,
+    _name,
+    _ranges,
+    _split,
+    _model,
+    _loss,
+    _aux_layers,
+    _trainer,
+)

@@ -1,0 +1,239 @@
+"""Hydra -> one frozen :class:`eagle3.config.Config`, and the frame around every entry point.
+
+``conf/`` is plain YAML. Its first default is ``schema``: the schema's own defaults as a plain tree, so
+every key can be overridden from the command line and no default is written twice. After
+composition the tree is merged onto the typed schema, where an unknown key or a wrong type is an
+error with the nearest valid key, and frozen.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from eagle3.config import Config
+from eagle3.errors import ConfigError, UserError
+
+CONFIG_NAME = "train"
+_LIST_KEYS = "python -m eagle3.train --cfg job"
+
+
+@dataclass(frozen=True)
+class Job:
+    """How Hydra started this job."""
+
+    sweep_dir: Path | None = None
+    """Folder of the sweep this job belongs to; null: a single run."""
+    experiment: str | None = None
+    """Chosen option of ``conf/experiment``."""
+
+
+class JobFailed(Exception):
+    """A job whose error is already on the terminal; only its exit code is left to pass on."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}")
+        self.code = code
+
+
+def conf_dir() -> Path:
+    """The YAML tree: inside an installed package, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+def register_schema() -> None:
+    """Give Hydra the schema's defaults as the plain config ``schema``."""
+    defaults = OmegaConf.to_container(OmegaConf.structured(Config), enum_to_str=True)
+    ConfigStore.instance().store(name="schema", node=defaults, provider="eagle3")
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Check a composed tree against the schema and freeze it.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, or an interpolation that does not resolve.
+    """
+    schema = OmegaConf.structured(Config)
+    valid = set(_dotted_keys(schema))
+    for key in _dotted_keys(composed):
+        if key not in valid:
+            raise _unknown_key(key)
+    _thaw(schema)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(schema, composed))
+    except (ConfigKeyError, ConfigAttributeError) as error:
+        raise _unknown_key(str(error.full_key)) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(_wrong_value(error)) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def load_config(path: Path) -> Config:
+    """Read the resolved ``config.yaml`` of a run folder through the schema."""
+    if not path.is_file():
+        raise ConfigError(
+            f"no {path.name} in {path.parent}: give a run folder made by eagle3.train"
+        )
+    loaded = OmegaConf.load(path)
+    assert isinstance(loaded, DictConfig)
+    return to_config(loaded)
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration as YAML that :func:`load_config` reads back."""
+    OmegaConf.save(OmegaConf.structured(config), path)
+
+
+def entry_point(job: Callable[[Config, Job], float | None]) -> int:
+    """Compose the configuration from the command line and run ``job`` on it, once per sweep job.
+
+    A :class:`UserError` is printed as one message without traceback (exit code 2), any other
+    exception with its traceback (exit code 1). In a sweep the jobs after a failed one still run.
+
+    Returns:
+        The exit code for ``sys.exit``.
+    """
+    register_schema()
+    main = hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
+    try:
+        _refuse_sweep_inside_ranks()
+        main(lambda composed: _run_job(job, composed))()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (UserError, JobFailed) as error:
+        return report_error(error)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        # the job's own errors never come out here, so these are about the composition
+        return report_error(ConfigError(_composition_message(error)))
+    return 0
+
+
+def report_error(error: Exception) -> int:
+    """Print ``error`` as an entry point does and return the exit code it means."""
+    if isinstance(error, JobFailed):
+        return error.code
+    sys.stdout.flush()
+    rank = os.environ.get("RANK", "0")
+    if not isinstance(error, UserError):
+        traceback.print_exception(error)
+        return 1
+    if isinstance(error, ConfigError) and rank != "0":
+        return 2  # every rank finds the same mistake in the same configuration: rank 0 says it
+    where = "" if rank == "0" else f"[rank {rank}] "
+    print(f"{where}error: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _run_job(job: Callable[[Config, Job], float | None], composed: DictConfig) -> float | None:
+    choices = HydraConfig.get()
+    sweep = choices.mode == RunMode.MULTIRUN
+    try:
+        return job(
+            to_config(composed),
+            Job(
+                sweep_dir=Path(choices.sweep.dir).resolve() if sweep else None,
+                experiment=choices.runtime.choices.get("experiment"),
+            ),
+        )
+    except Exception as error:
+        code = report_error(error)
+        # Hydra collects exceptions of a sweep's jobs and goes on; SystemExit ends a single run
+        raise (JobFailed(code) if sweep else SystemExit(code)) from None
+
+
+def _refuse_sweep_inside_ranks() -> None:
+    if "RANK" in os.environ and {"-m", "--multirun"} & set(sys.argv[1:]):
+        raise ConfigError(
+            "--multirun was started by torchrun: every rank would run the whole sweep. "
+            "Start it without torchrun; trainer.devices=N makes the ranks of each job"
+        )
+
+
+def _children(node: DictConfig | ListConfig) -> list[tuple[str, object]]:
+    if node._is_none() or node._is_missing() or node._is_interpolation():
+        return []
+    keys = list(node) if isinstance(node, DictConfig) else range(len(node))
+    return [(str(key), node._get_node(key)) for key in keys]
+
+
+def _dotted_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key, child in _children(node):
+        yield prefix + key
+        if isinstance(child, DictConfig):
+            yield from _dotted_keys(child, f"{prefix}{key}.")
+
+
+def _thaw(node: DictConfig | ListConfig) -> None:
+    """Frozen dataclasses make read-only nodes, each on its own; merging needs them writable."""
+    OmegaConf.set_readonly(node, False)
+    for _, child in _children(node):
+        if isinstance(child, (DictConfig, ListConfig)):
+            _thaw(child)
+
+
+def _groups() -> list[str]:
+    return sorted(entry.name for entry in conf_dir().iterdir() if entry.is_dir())
+
+
+def _nearest(key: str, candidates: list[str]) -> str:
+    """The candidate most like ``key``, by its whole path or by its last part."""
+
+    def likeness(candidate: str) -> float:
+        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
+        last = difflib.SequenceMatcher(None, key.split(".")[-1], candidate.split(".")[-1]).ratio()
+        return max(whole, last)
+
+    return max(candidates, key=likeness)
+
+
+def _unknown_key(key: str) -> ConfigError:
+    valid = [*_dotted_keys(OmegaConf.structured(Config)), "loss.mix.name", "loss.mix.weight"]
+    return ConfigError(
+        f"unknown key '{key}'; the nearest valid key is '{_nearest(key, valid + _groups())}'. "
+        f"All keys: {_LIST_KEYS}"
+    )
+
+
+def _wrong_value(error: OmegaConfBaseException) -> str:
+    key = f"{error.full_key}: " if error.full_key else ""
+    return f"{key}{str(error).splitlines()[0]}. Types and units of all keys: eagle3/config.py"
+
+
+def _composition_message(error: Exception) -> str:
+    """What went wrong before the job began, in one or two lines."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        options = [str(name) for name in error.options]
+        return (
+            f"{group}={option} does not exist; the nearest is {group}={_nearest(option, options)}. "
+            f"Options of {group}: {', '.join(options)}"
+        )
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and cause.full_key:
+            return str(_unknown_key(str(cause.full_key)))
+        cause = cause.__cause__
+    if isinstance(error, OverrideParseException):
+        return f"cannot read the override '{error.override}': write key=value, and quote lists"
+    if isinstance(error, OmegaConfBaseException):
+        return _wrong_value(error)
+    return str(error)

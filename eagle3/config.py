@@ -1,0 +1,225 @@
+"""The typed configuration: one frozen dataclass per group, and the checks across groups.
+
+Hydra composes plain YAML (``conf/``); :func:`eagle3.compose.to_config` merges it onto this schema,
+so an unknown key or a wrong type is an error, and nobody can change a value afterwards.
+Every field says its unit and what a null means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle3.names import (
+    Accelerator,
+    Arch,
+    AttentionImpl,
+    CaptureSource,
+    LastHidden,
+    LayerIdConvention,
+    LmHeadInit,
+    LongDocuments,
+    Noise,
+    NormPreset,
+    Precision,
+    RopeType,
+    Schedule,
+    TrainOn,
+    WandbMode,
+)
+
+
+@dataclass(frozen=True)
+class PathsConfig:
+    """Every path a user may have to set."""
+
+    verifier: str | None = None
+    """Directory with the verifier's ``config.json`` and ``*.safetensors``."""
+    shards: str | None = None
+    """Directory of captured hidden states."""
+    val_shards: str | None = None
+    """Explicit validation directory; null: chosen from ``shards`` by hash of the prompt."""
+    vocab_map: str | None = None
+    """Draft vocabulary map (``.safetensors``/``.pt`` file or directory with d2t and t2d)."""
+    output: str = "runs"
+    """Run folders are made here."""
+    cache: str = ".cache/eagle3"
+    """Indexes of foreign directories and downloads; safe to delete."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Reading, packing and splitting of documents."""
+
+    aux_layer_ids: list[int] | None = None
+    """Ids of the stored aux layers; null: as the data directory declares."""
+    layer_id_convention: LayerIdConvention | None = None
+    """What these ids count; null: as the data directory declares."""
+    last_hidden: LastHidden | None = None
+    """Kind of the stored last state; null: as the data directory declares."""
+    train_on: TrainOn = TrainOn.assistant
+    long_documents: LongDocuments = LongDocuments.split
+    split_context_tokens: int = 128
+    """Rows before a split that give keys only, so that no row starts without context."""
+    val_ratio: float = 0.05
+    """Share of prompts held out for validation."""
+    max_samples: int | None = None
+    """Use only the first so many documents; null: all."""
+    max_bad_samples: int = 10
+    """Unreadable or non-finite samples skipped in a run before it stops."""
+    num_workers: int = 4
+    """Reader threads per rank."""
+    prefetch_windows: int = 2
+    """Optimizer windows read ahead per rank."""
+    noise: Noise = Noise.gaussian
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of the drafter (its own, not the verifier's)."""
+
+    theta: float = 10000.0
+    type: RopeType = RopeType.default
+    factor: float = 1.0
+    """Context extension factor of linear, llama3 and yarn."""
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the drafter; ``hidden_size`` and ``vocab_size`` must be the verifier's."""
+
+    hidden_size: int = 576
+    vocab_size: int = 49152
+    draft_vocab_size: int = 8192
+    intermediate_size: int = 1536
+    num_attention_heads: int = 9
+    num_key_value_heads: int = 3
+    head_dim: int = 64
+    num_aux_layers: int = 3
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 8192
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    arch: Arch = Arch.llama
+    sliding_window: int | None = None
+    """Keys visible to a query, in token positions; null: all."""
+    norm_layout: NormPreset = NormPreset.portable
+    lm_head_init: LmHeadInit = LmHeadInit.verifier
+    lm_head_trainable: bool = True
+    attention: AttentionImpl = AttentionImpl.merged
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One term of a loss mix."""
+
+    name: str = "kl"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Distillation loss: a weighted mix of named divergences, decayed per TTT step."""
+
+    mix: list[LossTerm] = field(default_factory=lambda: [LossTerm()])
+    step_loss_decay: float = 1.0
+    """Step s weighs ``step_loss_decay ** s``."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule, a pure function of the optimizer step."""
+
+    schedule: Schedule = Schedule.cosine
+    warmup_ratio: float = 0.01
+    min_lr_ratio: float = 0.0
+    """Final learning rate over the peak."""
+    weight_decay: float = 0.01
+    """On matrices only; norms are not decayed."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Where and how long to train."""
+
+    accelerator: Accelerator = Accelerator.auto
+    devices: Any = 1
+    """A count of cards (processes on CPU), or a list of card numbers such as [4,5,6,7]."""
+    precision: Precision = Precision.auto
+    max_steps: int | None = None
+    """Stop after so many optimizer steps; null: ``epochs`` decide."""
+    log_every_steps: int = 10
+    all_reduce_timeout_s: float = 60.0
+    """Limit of the first all-reduce; past it the message names the usual remedies."""
+
+
+@dataclass(frozen=True)
+class ValConfig:
+    """Validation, the same for every job of a sweep."""
+
+    draft_steps: int = 3
+    """Draft tokens per round in the acceptance estimate, whatever ``ttt_steps`` is."""
+    max_seq_len: int = 8192
+    """Rows of a validation pack, whatever the training ``max_seq_len`` is."""
+    every_steps: int | None = None
+    """Also validate every so many optimizer steps; null: at epoch ends only."""
+    full_verifier_head: bool = False
+    """Find uncovered rows with the verifier's whole head; false: by the data's next token."""
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """Weights & Biases; the CSV file is always written."""
+
+    wandb: WandbMode = WandbMode.auto
+    project: str = "eagle3"
+    group: str | None = None
+    """Null: the sweep, else the experiment name."""
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    """How missing shards are made before training."""
+
+    source: CaptureSource = CaptureSource.off
+    aux_layer_ids: list[int] = field(default_factory=list)
+    """Layers whose entering residual stream is stored."""
+    num_samples: int | None = None
+    """Use so many token sequences; null: all."""
+    batch_tokens: int = 4096
+    """Tokens of one prefill batch, padding included."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole run. The knobs that users sweep stand on top."""
+
+    name: str = "eagle3"
+    lr: float = 3e-5
+    epochs: int = 5
+    max_seq_len: int = 4096
+    """Rows of one pack."""
+    ttt_steps: int = 3
+    noise_std: float = 0.05
+    """Standard deviation of the noise on aux states; 0 switches it off."""
+    tokens_per_step: int | None = None
+    """Rows of one optimizer step over all ranks, reached by accumulation; null: one pack a rank."""
+    seed: int = 0
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    val: ValConfig = field(default_factory=ValConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)

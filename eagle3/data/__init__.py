@@ -1,0 +1,1 @@
+"""From captured shards to packed batches: formats, index, packing, plan, datamodule."""

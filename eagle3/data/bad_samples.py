@@ -1,0 +1,43 @@
+"""Samples that could not be used: named, counted, and a stop when there are too many."""
+
+from __future__ import annotations
+
+from eagle3.errors import DataError
+
+_LISTED = 20
+
+
+class BadSamples:
+    """The bad samples of a run, each counted once however often it is met."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._reasons: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    @property
+    def lines(self) -> list[str]:
+        """One line per sample: path, reason and next step."""
+        return list(self._reasons.values())
+
+    def add(self, sample: str, reason: str) -> None:
+        """Count ``sample``, identified by its path.
+
+        Raises:
+            DataError: there are now more than the limit; lists them.
+        """
+        self._reasons.setdefault(sample, reason)
+        if len(self) > self._limit:
+            shown = self.lines[:_LISTED]
+            more = [f"... and {len(self) - len(shown)} more"] if len(self) > len(shown) else []
+            raise DataError(
+                "\n".join(
+                    [
+                        f"{len(self)} bad samples, data.max_bad_samples allows {self._limit}. "
+                        "Capture them again, remove the files, or raise data.max_bad_samples:",
+                        *(f"  {line}" for line in [*shown, *more]),
+                    ]
+                )
+            )

@@ -1,0 +1,55 @@
+"""Where verifier and shards are, and how the demo makes its own from what the package ships."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle3.config import Config
+from eagle3.names import CaptureSource
+
+
+@dataclass(frozen=True)
+class SourcePaths:
+    """Directories a run reads; those of a demo may not exist yet."""
+
+    verifier: Path
+    shards: Path
+
+
+def source_paths(config: Config) -> SourcePaths:
+    """The configured directories, or for a demo what its capture will fill in the cache.
+
+    :func:`eagle3.checks.check` has made sure that paths are set where nothing is captured.
+    """
+    if config.capture.source is CaptureSource.off:
+        assert config.paths.verifier is not None
+        assert config.paths.shards is not None
+        return SourcePaths(Path(config.paths.verifier), Path(config.paths.shards))
+    count = config.capture.num_samples
+    cache = Path(config.paths.cache) / "smollm2"
+    shards = config.paths.shards or cache / ("shards" if count is None else f"shards_{count}")
+    return SourcePaths(Path(config.paths.verifier or cache / "verifier"), Path(shards))
+
+
+def prepare_verifier(config: Config, paths: SourcePaths) -> None:
+    """Convert the demo verifier if it is wanted and missing; ranks wait for the first."""
+    if config.capture.source is CaptureSource.off or config.paths.verifier is not None:
+        return
+    from eagle3.verifier.smollm2 import ensure_smollm2  # needs the verifier extra
+
+    ensure_smollm2(paths.verifier.parent)
+
+
+def capture_shards(config: Config, paths: SourcePaths) -> None:
+    """Prefill the verifier over the packaged token ids into ``paths.shards``."""
+    from eagle3.prefill import asset_path, capture_token_file  # needs the verifier extra
+
+    capture_token_file(
+        paths.verifier,
+        asset_path(),
+        paths.shards,
+        aux_layer_ids=config.capture.aux_layer_ids,
+        num_samples=config.capture.num_samples,
+        batch_tokens=config.capture.batch_tokens,
+    )

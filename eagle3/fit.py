@@ -1,0 +1,138 @@
+"""One run on one rank: load, check, train, validate, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from eagle3.callbacks import Progress, Throughput, checkpoint_callbacks
+from eagle3.checks import accumulate
+from eagle3.config import Config
+from eagle3.distributed import Ranks, placement, ranks_from_environment
+from eagle3.inputs import Inputs, load_inputs
+from eagle3.loggers import Loggers, start_loggers
+from eagle3.module import DrafterModule
+from eagle3.names import Precision
+from eagle3.optim import LrSchedule
+from eagle3.provenance import Run
+
+
+def fit(config: Config, run: Run) -> float:
+    """Train as one rank of ``run``; returns the best ``val/acceptance_replay``.
+
+    The W&B run is finished with the right exit code also when something raises.
+    """
+    quiet_lightning()
+    loggers = start_loggers(config, run)
+    try:
+        result = _fit(config, run, loggers)
+    except BaseException:
+        loggers.finish(exit_code=1)
+        raise
+    loggers.finish(exit_code=0)
+    return result
+
+
+def _fit(config: Config, run: Run, loggers: Loggers) -> float:
+    say = print if run.is_main else _say_nothing
+    ranks = ranks_from_environment() or Ranks()
+    lightning.seed_everything(config.seed, verbose=False)
+    where = placement(config)
+    precision = resolve_precision(config, where["accelerator"])
+    say(f"run folder: {run.directory}")
+    inputs = load_inputs(config, run, ranks, precision, say)
+    schedule = build_schedule(config, inputs)
+    for line in plan_lines(config, inputs, schedule, ranks):
+        say(line)
+    module = DrafterModule(
+        config, inputs.drafter, inputs.head, schedule, _provenance(config, inputs)
+    )
+    callbacks = build_callbacks(config, run, inputs, schedule)
+    trainer = lightning.Trainer(
+        **where,
+        precision="bf16-mixed" if precision is Precision.bf16_mixed else "32-true",
+        max_epochs=config.epochs,
+        max_steps=config.trainer.max_steps or -1,
+        logger=loggers.lightning or False,
+        callbacks=callbacks,
+        log_every_n_steps=config.trainer.log_every_steps,
+        default_root_dir=run.directory,
+        reload_dataloaders_every_n_epochs=1,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    started = time.monotonic()
+    trainer.fit(module, datamodule=inputs.data)
+    return finish(config, run, loggers, trainer, inputs, time.monotonic() - started)
+
+
+def resolve_precision(config: Config, accelerator: str) -> Precision:
+    """``auto``: bfloat16 autocast on a GPU, float32 on CPU, where it measured faster."""
+    if config.trainer.precision is not Precision.auto:
+        return config.trainer.precision
+    return Precision.bf16_mixed if accelerator == "gpu" else Precision.float32
+
+
+def build_schedule(config: Config, inputs: Inputs) -> LrSchedule:
+    """Length from the plan of every epoch, so it is exact also where epochs differ by a step."""
+    steps = inputs.data.total_steps(config.epochs)
+    if config.trainer.max_steps is not None:
+        steps = min(steps, config.trainer.max_steps)
+    return LrSchedule.from_config(config.optim, config.lr, steps)
+
+
+def plan_lines(config: Config, inputs: Inputs, schedule: LrSchedule, ranks: Ranks) -> list[str]:
+    """Steps, warmup and tokens per step, for a last look before hours of training."""
+    packs = accumulate(config, ranks.world_size) * ranks.world_size
+    return [
+        f"plan: {schedule.total_steps:,} optimizer steps in {config.epochs} epochs "
+        f"({inputs.data.steps_in_epoch(0):,} in the first), {schedule.warmup_steps:,} warmup",
+        f"tokens per step: {packs * config.max_seq_len:,} rows at most ({packs} packs of "
+        f"{config.max_seq_len:,} over {ranks.world_size} rank(s)), peak lr {config.lr:g}, "
+        f"{config.optim.schedule} schedule",
+    ]
+
+
+def build_callbacks(
+    config: Config, run: Run, inputs: Inputs, schedule: LrSchedule
+) -> list[Callback]:
+    """Throughput, progress and checkpoints; the order matters to progress."""
+    throughput = Throughput(schedule.total_steps, inputs.data.steps_in_epoch(0))
+    checkpoints = checkpoint_callbacks(run.directory / "checkpoints")
+    return [throughput, Progress(throughput, config.epochs), *checkpoints]
+
+
+def _provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """Plain values that a checkpoint needs to be understood without its run folder."""
+    description = inputs.data.description
+    return {
+        "config": _plain(dataclasses.asdict(config)),
+        "aux_layer_ids": list(description.aux_layer_ids),
+        "last_hidden": str(description.last_hidden),
+        "data_fingerprint": description.fingerprint,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Enums as strings, so that nothing but plain types is pickled."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, str) else value
+
+
+def quiet_lightning() -> None:
+    """Lightning's hints are for users of Lightning; warnings still come through."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+
+def _say_nothing(_: str) -> None:
+    """Ranks other than the first are silent."""

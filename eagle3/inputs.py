@@ -1,0 +1,152 @@
+"""Everything a run reads, checked and loaded in order: data, vocabulary map, verifier, drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from eagle3.audit import noise_line, probe_last_hidden
+from eagle3.checks import accumulate
+from eagle3.config import Config
+from eagle3.data.datamodule import ShardDataModule
+from eagle3.data.declaration import Declaration
+from eagle3.data.vocab import VocabMap, load_vocab_map, save_vocab_map
+from eagle3.demo import SourcePaths, capture_shards, prepare_verifier, source_paths
+from eagle3.distributed import Ranks
+from eagle3.model.build import (
+    build_drafter,
+    build_verifier_head,
+    check_sizes,
+    parameter_table,
+    table_lines,
+)
+from eagle3.model.drafter import Drafter
+from eagle3.model.verifier_head import VerifierHead
+from eagle3.model.weights import load_verifier_weights, read_verifier_config
+from eagle3.names import CaptureSource, Precision
+from eagle3.provenance import Run
+
+VOCAB_FILE = "vocab_map.safetensors"
+_PROBE_ROWS = 4096
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the trainer is built from."""
+
+    data: ShardDataModule
+    vocab: VocabMap
+    drafter: Drafter
+    head: VerifierHead
+    vocab_coverage: float
+    """Share of supervised training tokens that the draft vocabulary holds."""
+
+
+def load_inputs(config: Config, run: Run, ranks: Ranks, precision: Precision, say: Say) -> Inputs:
+    """Open the data first, since its mistakes are cheap to find, then the map, then weights."""
+    paths = source_paths(config)
+    prepare_verifier(config, paths)
+    check_sizes(config.model, read_verifier_config(paths.verifier))
+    data = build_data(config, paths, ranks, pin_memory=precision is Precision.bf16_mixed)
+    data.prepare_data()
+    data.setup()
+    for line in data.report.lines():
+        say(line)
+    counts = data.token_frequencies()
+    vocab = _vocab_map(config, counts)
+    coverage = float(counts[vocab.t2d].sum() / counts.sum().clamp(min=1))
+    say(
+        f"draft vocabulary: {vocab.draft_size:,} of {vocab.verifier_size:,} tokens, "
+        f"{coverage:.2%} of the supervised training tokens"
+    )
+    if run.is_main:
+        save_vocab_map(run.directory / VOCAB_FILE, vocab)
+    drafter, head = _models(config, paths, vocab, data, precision, say)
+    _probe(config, data, head, vocab, say)
+    return Inputs(data, vocab, drafter, head, coverage)
+
+
+def build_data(
+    config: Config, paths: SourcePaths, ranks: Ranks, *, pin_memory: bool
+) -> ShardDataModule:
+    """The data module of this rank; nothing is read yet."""
+    data, model = config.data, config.model
+    captures = config.capture.source is not CaptureSource.off
+    ids = data.aux_layer_ids
+    return ShardDataModule(
+        shards=paths.shards,
+        val_shards=None if config.paths.val_shards is None else Path(config.paths.val_shards),
+        cache=Path(config.paths.cache),
+        declaration=Declaration(
+            None if ids is None else tuple(ids), data.layer_id_convention, data.last_hidden
+        ),
+        num_aux_layers=model.num_aux_layers,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        max_seq_len=config.max_seq_len,
+        val_max_seq_len=config.val.max_seq_len,
+        ttt_steps=config.ttt_steps,
+        draft_steps=config.val.draft_steps,
+        long_documents=data.long_documents,
+        split_context_tokens=data.split_context_tokens,
+        val_ratio=data.val_ratio,
+        train_on=data.train_on,
+        max_samples=data.max_samples,
+        max_bad_samples=data.max_bad_samples,
+        num_workers=data.num_workers,
+        prefetch_windows=data.prefetch_windows,
+        accumulate=accumulate(config, ranks.world_size),
+        seed=config.seed,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        pin_memory=pin_memory,
+        capture=partial(capture_shards, config, paths) if captures else None,
+    )
+
+
+def _vocab_map(config: Config, counts: torch.Tensor) -> VocabMap:
+    """The given map, the identity, or (demo) the most frequent tokens of the responses."""
+    draft, verifier = config.model.draft_vocab_size, config.model.vocab_size
+    if config.paths.vocab_map is not None:
+        return load_vocab_map(Path(config.paths.vocab_map), draft, verifier)
+    if draft == verifier:
+        return VocabMap.identity(verifier)
+    return VocabMap.from_frequencies(counts, draft, verifier)
+
+
+def _models(
+    config: Config,
+    paths: SourcePaths,
+    vocab: VocabMap,
+    data: ShardDataModule,
+    precision: Precision,
+    say: Say,
+) -> tuple[Drafter, VerifierHead]:
+    """Drafter and head; frozen tensors are bfloat16 where compute is, else float32."""
+    frozen = torch.bfloat16 if precision is Precision.bf16_mixed else torch.float32
+    weights = load_verifier_weights(paths.verifier, frozen)
+    drafter = build_drafter(config.model, vocab, weights, config.seed)
+    head = build_verifier_head(
+        vocab, weights, data.description.last_hidden, full=config.val.full_verifier_head
+    )
+    for line in table_lines(parameter_table(drafter, head, weights.names)):
+        say(line)
+    return drafter, head
+
+
+def _probe(
+    config: Config, data: ShardDataModule, head: VerifierHead, vocab: VocabMap, say: Say
+) -> None:
+    batch = data.sample_batch(_PROBE_ROWS).trim()
+    probe = probe_last_hidden(head, batch, vocab)
+    for line in probe.lines():
+        say(line)
+    probe.check()
+    if config.noise_std > 0:
+        say(noise_line(batch, config.model.num_aux_layers, config.noise_std))

@@ -1,0 +1,1 @@
+"""The drafter, its TTT unroll and the frozen verifier tensors."""

@@ -1,0 +1,216 @@
+"""LightningModule: wires drafter, objective, optimizer and metrics; computes nothing itself.
+
+One Lightning batch is one optimizer window, so every step counter counts optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+
+from eagle3.config import Config
+from eagle3.data.batch import PackedBatch, Window
+from eagle3.metrics import AcceptanceMetrics
+from eagle3.model.drafter import Drafter
+from eagle3.model.noise import noisy
+from eagle3.model.verifier_head import VerifierHead
+from eagle3.objective import StepResult, row_counts, run_pack, window_loss
+from eagle3.optim import LrSchedule, build_optimizer, update_ratio
+
+_UPDATE_PARTS = ("fc", "layer", "lm_head")
+
+
+@dataclass(frozen=True)
+class WindowCounts:
+    """Global counts of one window, known before its first backward."""
+
+    rows_by_step: Tensor
+    """int64 [S]: loss rows at each TTT step, over all ranks and packs."""
+    rows: int
+    """Rows laid into packs, context and look-ahead included."""
+    bad_samples: int
+    """Samples left out since the start of the run."""
+
+
+class DrafterModule(lightning.LightningModule):
+    """Trains a drafter against a frozen verifier head."""
+
+    def __init__(
+        self,
+        config: Config,
+        drafter: Drafter,
+        head: VerifierHead,
+        schedule: LrSchedule,
+        provenance: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.config = config
+        self.drafter = drafter
+        self.head = head
+        self.schedule = schedule
+        self.provenance = dict(provenance)
+        self.mix = [(term.name, term.weight) for term in config.loss.mix]
+        self.acceptance = AcceptanceMetrics(config.val.draft_steps)
+        self.clipped_steps = 0
+        self.skipped_steps = 0
+        self.bad_samples = 0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return build_optimizer(self.drafter, self.config.optim, self.config.lr)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Plain values only, so that ``torch.load(weights_only=True)`` reads the file."""
+        checkpoint["eagle3"] = self.provenance
+
+    def training_step(self, window: Window, batch_idx: int) -> dict[str, Any]:
+        packs = [pack.trim() for pack in window.packs]
+        counts = self._global_counts(packs, len(window.bad_samples))
+        sums = torch.zeros(self.config.ttt_steps + 1, device=self.device, dtype=torch.float64)
+        for index, pack in enumerate(packs):
+            with self._sync_gradients_at(index == len(packs) - 1):
+                results = self._train_pack(pack, counts)
+            sums += _window_sums(results)
+        self._update_weights(counts)
+        return self._report(window, counts, self._reduce(sums))
+
+    def _train_pack(self, pack: PackedBatch, counts: WindowCounts) -> list[StepResult]:
+        config = self.config
+        aux = noisy(
+            pack, config.data.noise, config.noise_std, seed=config.seed, dtype=self._compute_dtype
+        )
+        results = run_pack(
+            self.drafter, self.head, pack, aux, ttt_steps=config.ttt_steps, mix=self.mix
+        )
+        loss = window_loss(
+            results,
+            counts.rows_by_step,
+            step_loss_decay=config.loss.step_loss_decay,
+            world_size=self.trainer.world_size,
+        )
+        self.manual_backward(loss)
+        return results
+
+    def _update_weights(self, counts: WindowCounts) -> None:
+        """Clip, step at the scheduled rate, and leave out a step whose gradient is not finite."""
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        limit = self.config.optim.clip_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, limit))
+        rate = self.schedule(self.global_step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        finite = norm < float("inf")
+        if finite and int(counts.rows_by_step[0]) > 0:
+            optimizer.step()
+            self.clipped_steps += norm > limit
+        else:
+            self.skipped_steps += 1
+        optimizer.zero_grad(set_to_none=True)
+        self.log_dict(
+            {
+                "optim/lr": rate,
+                "optim/grad_norm": norm if finite else -1.0,
+                "optim/clip_frac": self.clipped_steps / self._windows_seen,
+                "optim/skipped_steps": float(self.skipped_steps),
+            }
+        )
+
+    def _report(self, window: Window, counts: WindowCounts, sums: Tensor) -> dict[str, Any]:
+        """Log the window's global figures; what is returned feeds progress and throughput."""
+        rows_by_step = counts.rows_by_step.clamp(min=1)
+        losses = (sums[:-1] / rows_by_step).tolist()
+        loss = sum(losses) / len(losses)
+        supervised = int(counts.rows_by_step[0])
+        accuracy = float(sums[-1]) / max(supervised, 1)
+        values = {f"train/loss_step/{step}": value for step, value in enumerate(losses)}
+        capacity = self.config.max_seq_len * len(window.packs) * self.trainer.world_size
+        values |= {
+            "train/loss": loss,
+            "train/accuracy": accuracy,
+            "data/pack_fill": counts.rows / capacity,
+            "data/supervised_frac": supervised / max(counts.rows, 1),
+            "data/bad_samples": float(counts.bad_samples),
+        }
+        if self._windows_seen % self.config.trainer.log_every_steps == 0:
+            values |= self._update_ratios()
+        self.log_dict(values)
+        return {
+            "loss": torch.tensor(loss),
+            "accuracy": accuracy,
+            "rows": counts.rows,
+            "supervised": supervised,
+        }
+
+    def _update_ratios(self) -> dict[str, float]:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        parts = {name: getattr(self.drafter, name) for name in _UPDATE_PARTS}
+        return {
+            f"optim/update_ratio/{name}": float(update_ratio(optimizer, part.parameters()))
+            for name, part in parts.items()
+            if any(p.requires_grad for p in part.parameters())
+        }
+
+    def validation_step(self, window: Window, batch_idx: int) -> None:
+        for pack in map(PackedBatch.trim, window.packs):
+            if len(pack) == 0:
+                continue
+            results = run_pack(
+                self.drafter,
+                self.head,
+                pack,
+                pack.aux_hidden.to(self._compute_dtype),
+                ttt_steps=self.config.val.draft_steps,
+                mix=self.mix,
+            )
+            self.acceptance.update(pack, results)
+
+    def on_validation_epoch_end(self) -> None:
+        values = {f"val/{name}": value for name, value in self.acceptance.compute().items()}
+        self.log_dict(values)
+        self.acceptance.reset()
+
+    @property
+    def _windows_seen(self) -> int:
+        """Windows up to the present one; Lightning writes logs when the log interval divides it."""
+        return self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return self.drafter.fc.weight.dtype
+
+    def _sync_gradients_at(self, last: bool) -> AbstractContextManager[Any]:
+        strategy = self.trainer.strategy
+        if last or not isinstance(strategy, ParallelStrategy):
+            return nullcontext()
+        return strategy.block_backward_sync()
+
+    def _global_counts(self, packs: list[PackedBatch], bad_samples: int) -> WindowCounts:
+        local = row_counts(packs, self.config.ttt_steps)
+        extra = torch.tensor([sum(len(pack) for pack in packs), bad_samples])
+        total = self._reduce(torch.cat((local, extra)).to(self.device))
+        rows, bad = total[-2:].tolist()
+        self.bad_samples += bad
+        return WindowCounts(total[:-2], rows, self.bad_samples)
+
+    def _reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if dist.is_available() and dist.is_initialized() and self.trainer.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+
+def _window_sums(results: list[StepResult]) -> Tensor:
+    """float64 [S + 1]: summed row losses per step, then rows right at step 0."""
+    losses = [result.losses.detach().double().sum() for result in results]
+    return torch.stack([*losses, results[0].correct.sum().double()])

@@ -1,0 +1,118 @@
+"""Choices by name: every option that would otherwise be a boolean or a bare string."""
+
+from enum import StrEnum
+
+
+class LayerIdConvention(StrEnum):
+    """What an aux layer id counts: the state entering layer k, or the output of layer k."""
+
+    entering = "entering"
+    after = "after"
+
+
+class LastHidden(StrEnum):
+    """Whether the stored last state is taken before or after the verifier's final norm."""
+
+    pre_norm = "pre_norm"
+    post_norm = "post_norm"
+
+
+class LongDocuments(StrEnum):
+    """What happens to a document longer than ``max_seq_len`` rows."""
+
+    split = "split"
+    truncate = "truncate"
+    drop = "drop"
+
+
+class TrainOn(StrEnum):
+    """Which tokens gate a loss: as captured, only the last answer of a document, or all."""
+
+    assistant = "assistant"
+    last_turn = "last_turn"
+    all = "all"
+
+
+class Noise(StrEnum):
+    """Shape of the noise added to aux states in training."""
+
+    gaussian = "gaussian"
+    uniform = "uniform"
+
+
+class Arch(StrEnum):
+    """Type of the drafter's decoder layer; ``qwen3`` adds RMSNorm on queries and keys."""
+
+    llama = "llama"
+    qwen3 = "qwen3"
+
+
+class NormPreset(StrEnum):
+    """Named norm layouts, see :class:`eagle3.model.layers.NormLayout`."""
+
+    portable = "portable"
+    eagle3_1 = "eagle3_1"
+    speculators = "speculators"
+
+
+class LmHeadInit(StrEnum):
+    """Where the draft ``lm_head`` starts: the verifier's rows, or random."""
+
+    verifier = "verifier"
+    random = "random"
+
+
+class AttentionImpl(StrEnum):
+    """Implementation of the TTT attention, see :mod:`eagle3.ops.ttt_attention`."""
+
+    reference = "reference"
+    merged = "merged"
+
+
+class RopeType(StrEnum):
+    """Rotary embedding variants, named as in Hugging Face ``rope_parameters.rope_type``."""
+
+    default = "default"
+    linear = "linear"
+    llama3 = "llama3"
+    yarn = "yarn"
+
+
+class Schedule(StrEnum):
+    """Learning-rate shape after warmup."""
+
+    cosine = "cosine"
+    linear = "linear"
+    constant = "constant"
+
+
+class Accelerator(StrEnum):
+    """Device kind; ``auto`` takes CUDA when there is a card."""
+
+    auto = "auto"
+    cpu = "cpu"
+    gpu = "gpu"
+
+
+class Precision(StrEnum):
+    """``auto``: bfloat16 autocast on CUDA, plain float32 on CPU (where it measured faster)."""
+
+    auto = "auto"
+    float32 = "float32"
+    bf16_mixed = "bf16_mixed"
+
+
+class WandbMode(StrEnum):
+    """``auto``: online when an API key is at hand, else offline."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+class CaptureSource(StrEnum):
+    """Where missing shards come from; ``off`` makes missing shards an error."""
+
+    off = "off"
+    smollm2_tokens = "smollm2_tokens"

@@ -1,0 +1,1 @@
+"""Operators with a plain reference beside each fast implementation, chosen by name."""

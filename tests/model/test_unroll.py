@@ -1,0 +1,239 @@
+"""The packed TTT pass against drafting token by token, and its independence of packing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle3.config import ModelConfig
+from eagle3.data.batch import PackedBatch
+from eagle3.model.drafter import Drafter
+from eagle3.model.layers import NormLayout, rotate
+from eagle3.model.ttt import step_rows, unroll
+from eagle3.names import Arch, AttentionImpl
+from eagle3.objective import row_counts, run_pack, window_loss
+from tests.helpers import (
+    TINY,
+    Document,
+    make_document,
+    pack,
+    tiny_drafter,
+    tiny_head,
+    with_garbage_padding,
+)
+
+MIX = [("kl", 1.0)]
+IMPLEMENTATIONS = pytest.mark.parametrize("attention", list(AttentionImpl))
+
+
+class Server:
+    """Drafts as a serving engine does: one token at a time, with a key/value cache.
+
+    Shares weights, norms and rotation with the drafter, and nothing of its unroll or attention.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.positions: list[int] = []
+
+    def feed(self, token: Tensor, hidden: Tensor, position: int) -> Tensor:
+        """One token and one hidden state in, the layer's output out; the cache grows by one."""
+        layer, config = self.drafter.layer, self.drafter.config
+        attn = layer.self_attn
+        normed = layer.hidden_norm(hidden)
+        x = torch.cat((layer.input_layernorm(self.drafter.embed_tokens[token]), normed))
+        cos, sin = self.drafter.rope(torch.tensor([position]))
+        query = attn.q_norm(F.linear(x, attn.q_proj.weight).view(-1, config.head_dim))
+        key = attn.k_norm(F.linear(x, attn.k_proj.weight).view(-1, config.head_dim))
+        self.keys.append(rotate(key[None], cos, sin)[0])
+        self.values.append(F.linear(x, attn.v_proj.weight).view(-1, config.head_dim))
+        self.positions.append(position)
+        attended = self._attend(rotate(query[None], cos, sin)[0], position)
+        residual = normed if layer.norms.norm_before_residual else hidden
+        middle = residual + F.linear(attended, attn.o_proj.weight)
+        return middle + layer.mlp(layer.post_attention_layernorm(middle))
+
+    def _attend(self, query: Tensor, position: int) -> Tensor:
+        config = self.drafter.config
+        group = config.num_attention_heads // config.num_key_value_heads
+        seen = [
+            i
+            for i, p in enumerate(self.positions)
+            if config.sliding_window is None or position - p < config.sliding_window
+        ]
+        keys = torch.stack([self.keys[i] for i in seen])
+        values = torch.stack([self.values[i] for i in seen])
+        heads = []
+        for head in range(config.num_attention_heads):
+            scores = keys[:, head // group] @ query[head] / config.head_dim**0.5
+            heads.append(scores.softmax(0) @ values[:, head // group])
+        return torch.cat(heads)
+
+    def rollback(self, length: int) -> None:
+        """Forget everything after the first ``length`` cache entries, as after a round."""
+        del self.keys[length:], self.values[length:], self.positions[length:]
+
+
+def draft_as_server(
+    drafter: Drafter, document: Document, steps: int
+) -> dict[tuple[int, int], Tensor]:
+    """Logits by (row, step): prefill row by row, draft true tokens from each, roll back."""
+    server, out = Server(drafter), {}
+    fused = drafter.fuse(document.aux_hidden)
+    for row in range(len(document) - 1):
+        hidden = fused[row]
+        for step in range(steps):
+            if row + 1 + step >= len(document):
+                break
+            output = server.feed(document.input_ids[row + 1 + step], hidden, row + step)
+            out[row, step] = drafter.logits(output[None])[0]
+            hidden = drafter.feedback(output)
+        server.rollback(row + 1)
+    return out
+
+
+def packed_logits(drafter: Drafter, batch: PackedBatch, steps: int) -> list[Tensor]:
+    batch = batch.trim()
+    return [drafter.logits(h) for h in unroll(drafter, batch, batch.aux_hidden, steps)]
+
+
+@torch.no_grad()
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    ("changes", "norms"),
+    [
+        ({}, NormLayout()),
+        ({"arch": Arch.qwen3}, NormLayout()),
+        ({"sliding_window": 6}, NormLayout()),
+        ({"num_key_value_heads": 4}, NormLayout(norm_before_residual=True, norm_before_fc=True)),
+        ({}, NormLayout(fc_norm=True, norm_output=True)),
+    ],
+    ids=["plain", "qwen3", "window", "speculators-like", "eagle3.1"],
+)
+def test_packed_pass_equals_a_server(
+    attention: AttentionImpl, changes: dict[str, object], norms: NormLayout
+) -> None:
+    config: ModelConfig = replace(TINY, attention=attention, **changes)  # type: ignore[arg-type]
+    drafter = tiny_drafter(config, norms=norms)
+    documents = [make_document(11, 1), make_document(2, 2), make_document(8, 3)]
+    steps = 4
+    packed = packed_logits(drafter, pack(documents, padding=3), steps)
+    first = 0
+    for document in documents:
+        wanted = draft_as_server(drafter, document, steps)
+        assert len(wanted) == sum(max(0, len(document) - 1 - s) for s in range(steps))
+        for (row, step), logits in wanted.items():
+            torch.testing.assert_close(packed[step][first + row], logits, rtol=0, atol=1e-4)
+        first += len(document) - 1
+
+
+@torch.no_grad()
+def test_a_round_that_starts_mid_answer_reads_the_same_cache() -> None:
+    """Accept two drafts, then draft again: cache entries of accepted tokens are recomputed."""
+    drafter, document = tiny_drafter(), make_document(10, 4)
+    server, fused = Server(drafter), drafter.fuse(document.aux_hidden)
+    for row in range(3):
+        server.feed(document.input_ids[row + 1], fused[row], row)
+    hidden = drafter.feedback(server.feed(document.input_ids[4], fused[3], 3))
+    server.feed(document.input_ids[5], hidden, 4)
+    server.rollback(4)
+    for row in (4, 5):
+        output = server.feed(document.input_ids[row + 1], fused[row], row)
+    logits = drafter.logits(output[None])[0]
+    packed = packed_logits(drafter, pack([document]), 1)
+    torch.testing.assert_close(packed[0][5], logits, rtol=0, atol=1e-5)
+
+
+@IMPLEMENTATIONS
+def test_packing_changes_nothing(attention: AttentionImpl) -> None:
+    """A and B together: logits, loss sums and gradients of A alone plus B alone."""
+    config = replace(TINY, attention=attention)
+    drafter, head = tiny_drafter(config), tiny_head()
+    a, b = make_document(9, 5), make_document(7, 6, mask=[1] * 7)
+    steps, counts = 4, torch.ones(4, dtype=torch.int64)
+
+    def run(batch: PackedBatch) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        batch = batch.trim()
+        drafter.zero_grad(set_to_none=True)
+        results = run_pack(drafter, head, batch, batch.aux_hidden, ttt_steps=steps, mix=MIX)
+        window_loss(results, counts, step_loss_decay=0.9, world_size=1).backward()
+        grads = {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
+        with torch.no_grad():
+            logits = packed_logits(drafter, batch, steps)
+        return logits, [r.losses.detach().sum() for r in results], grads
+
+    logits_a, loss_a, grads_a = run(pack([a]))
+    logits_b, loss_b, grads_b = run(pack([b]))
+    for batch in (pack([a, b]), pack([a, b], padding=5)):
+        for garbage in (0.0, float("inf")):
+            logits, loss, grads = run(with_garbage_padding(batch, garbage))
+            for step in range(steps):
+                rows_a, rows_b = len(a) - 1 - step, len(b) - 1 - step
+                torch.testing.assert_close(logits[step][:rows_a], logits_a[step][:rows_a])
+                second = logits[step][len(a) - 1 :][:rows_b]
+                torch.testing.assert_close(second, logits_b[step][:rows_b])
+                torch.testing.assert_close(loss[step], loss_a[step] + loss_b[step])
+            for name, grad in grads.items():
+                torch.testing.assert_close(
+                    grad, grads_a[name] + grads_b[name], rtol=1e-4, atol=1e-5
+                )
+
+
+def test_rows_per_step_do_not_depend_on_packing_order() -> None:
+    """Two documents of 4 tokens, three steps: max(0, n - 1 - s) rows each."""
+    a, b = make_document(4, 7, mask=[1] * 4), make_document(4, 8, mask=[1] * 4)
+    for documents in ([a, b], [b, a]):
+        counts = row_counts([pack(documents, padding=2).trim()], 4)
+        assert counts.tolist() == [6, 4, 2, 0]
+
+
+def test_the_mask_gates_the_input_token() -> None:
+    """ids 0..5 with mask 0 0 1 1 1 0: rows 1, 2, 3 are trained at step 0, and no row past n - 2."""
+    document = make_document(6, 9, mask=[0, 0, 1, 1, 1, 0])
+    batch = pack([document], padding=2).trim()
+    assert len(batch) == 5
+    assert step_rows(batch, 0).starts.tolist() == [1, 2, 3]
+    assert step_rows(batch, 2).starts.tolist() == [0, 1]
+    assert step_rows(batch, 2).targets.tolist() == [2, 3]
+    drafter, head = tiny_drafter(), tiny_head()
+    aux = batch.aux_hidden.clone().requires_grad_()
+    results = run_pack(drafter, head, batch, aux, ttt_steps=1, mix=MIX)
+    results[0].losses.sum().backward()
+    assert aux.grad is not None
+    assert bool(aux.grad[:4].abs().sum(1).gt(0).all())
+    assert float(aux.grad[4:].abs().sum()) == 0.0
+
+
+def test_a_context_row_is_a_key_but_never_trained() -> None:
+    document = make_document(8, 10, mask=[1] * 8)
+    whole = pack([document])
+    start = whole.start_mask.clone()
+    start[:3] = False
+    batch = replace(whole, start_mask=start)
+    assert step_rows(batch, 0).starts.tolist() == [3, 4, 5, 6]
+    drafter, head = tiny_drafter(), tiny_head()
+    kwargs = {"ttt_steps": 2, "mix": MIX}
+    full = run_pack(drafter, head, whole, whole.aux_hidden, **kwargs)  # type: ignore[arg-type]
+    part = run_pack(drafter, head, batch, batch.aux_hidden, **kwargs)  # type: ignore[arg-type]
+    torch.testing.assert_close(part[0].losses, full[0].losses[3:])
+    torch.testing.assert_close(part[1].losses, full[1].losses[3:])
+
+
+def test_an_empty_pack_gives_exact_zeros_with_a_graph() -> None:
+    drafter, head = tiny_drafter(), tiny_head()
+    batch = pack([make_document(5, 11)], padding=1)
+    nothing = replace(batch, document_ids=torch.full_like(batch.document_ids, -1)).trim()
+    assert len(nothing) == 0
+    results = run_pack(drafter, head, nothing, nothing.aux_hidden, ttt_steps=3, mix=MIX)
+    loss = window_loss(results, torch.tensor([4, 2, 0]), step_loss_decay=1.0, world_size=2)
+    assert float(loss.detach()) == 0.0
+    loss.backward()
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad is not None, name
+        assert float(parameter.grad.abs().sum()) == 0.0, name

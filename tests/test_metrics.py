@@ -1,0 +1,167 @@
+"""Acceptance metrics with numbers worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from eagle3.data.batch import PackedBatch
+from eagle3.metrics import AcceptanceMetrics, replay
+from eagle3.model.ttt import step_rows
+from eagle3.objective import StepResult, covered_rows
+from eagle3.ops.distillation import RowStatistics
+from tests.helpers import make_document, pack, tiny_head
+
+
+def judged(
+    batch: PackedBatch, right: Sequence[Sequence[int]], covered: Sequence[int] | None = None
+) -> list[StepResult]:
+    """Results in which row i of step s is right where ``right[s][i]``; overlap 1/2 everywhere."""
+    out = []
+    cover = torch.tensor(covered if covered is not None else [1] * len(batch)).bool()
+    for step, hits in enumerate(right):
+        rows = step_rows(batch, step)
+        agree = torch.tensor(hits)[rows.starts]
+        out.append(
+            StepResult(
+                rows=rows,
+                losses=torch.full((len(agree),), 2.0 + step),
+                statistics=RowStatistics(
+                    draft_argmax=agree,
+                    verifier_argmax=torch.ones_like(agree),
+                    overlap=torch.full((len(agree),), 0.5),
+                ),
+                covered=cover[rows.targets],
+            )
+        )
+    return out
+
+
+def compute(batch: PackedBatch, results: list[StepResult]) -> dict[str, float]:
+    metrics = AcceptanceMetrics(len(results))
+    metrics.update(batch, results)
+    return metrics.compute()
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        [[0, 1, 1, 1, 1, 1], [0, 0, 1, 1]],
+        [[1, 1, 0, 1, 1, 0, 1]],
+        [[0, 0, 1, 1], [0, 1, 1, 1, 0, 0, 1, 1, 1]],
+        [[1, 1], [1, 1, 1]],
+    ],
+    ids=["answers", "holes", "short turns", "document ends"],
+)
+def test_a_perfect_drafter_scores_one_everywhere(masks: list[list[int]]) -> None:
+    batch = pack([make_document(len(m), i, mask=m) for i, m in enumerate(masks)])
+    values = compute(batch, judged(batch, [[1] * len(batch)] * 3))
+    gates = batch.loss_mask
+    for step in range(3):
+        expected = 1.0 if bool(gates.any()) and values[f"full_acc/{step}"] else 0.0
+        chains = _longest_run(batch) > step
+        assert values[f"full_acc/{step}"] == (1.0 if chains else 0.0) == expected
+        assert values[f"cond_acc/{step}"] == expected
+    assert values["accuracy"] == 1.0
+    assert values["coverage"] == 1.0
+
+
+def _longest_run(batch: PackedBatch) -> int:
+    best = run = 0
+    previous = -1
+    for gate, document in zip(batch.loss_mask.tolist(), batch.document_ids.tolist(), strict=True):
+        run = run + 1 if gate and document == previous else int(gate)
+        previous = document
+        best = max(best, run)
+    return best
+
+
+def test_three_steps_by_hand() -> None:
+    """One document of 6 rows, all gates on.
+
+    right at step 0: 1 1 0 1 1 1      chains 6, 5, 4
+    right at step 1: 1 0 1 1 1 -      prefix hits  5, 3, 2
+    right at step 2: 1 1 1 1 - -      conditional on earlier hits: rows 0 1 3 4 | 0 3
+    """
+    batch = pack([make_document(7, 1, mask=[1] * 7)])
+    values = compute(
+        batch, judged(batch, [[1, 1, 0, 1, 1, 1], [1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]])
+    )
+    assert values["full_acc/0"] == values["accuracy"] == pytest.approx(5 / 6)
+    assert values["full_acc/1"] == pytest.approx(3 / 5)
+    assert values["full_acc/2"] == pytest.approx(2 / 4)
+    assert values["cond_acc/0"] == pytest.approx(5 / 6)
+    assert values["cond_acc/1"] == pytest.approx(3 / 4)
+    assert values["cond_acc/2"] == pytest.approx(2 / 2)
+    assert values["acceptance_pooled"] == pytest.approx(1 + 5 / 6 + 3 / 5 + 2 / 4)
+    assert values["accept_rate/1"] == pytest.approx(0.5)
+    assert values["loss"] == pytest.approx((2 + 3 + 4) / 3)
+    # Rows 0..4 emit x2..x6. Row 0 accepts 3 and emits 4; row 4 accepts 2 but only x6 is left.
+    assert values["acceptance_replay"] == pytest.approx((4 + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("walkable", "accepted", "expected"),
+    [
+        ([1, 1, 1, 1, 1], [2, 0, 0, 3, 0], (5, 2)),
+        ([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0], (3, 3)),
+        ([0, 1, 1, 1, 0, 1, 1], [0, 1, 0, 3, 0, 1, 0], (5, 3)),
+        ([0, 0], [0, 0], (0, 0)),
+        ([], [], (0, 0)),
+    ],
+    ids=["drawn in the docstring", "all misses", "two answers", "no answer", "empty"],
+)
+def test_rounds_by_hand(
+    walkable: list[int], accepted: list[int], expected: tuple[int, int]
+) -> None:
+    assert replay(np.array(walkable, dtype=bool), np.array(accepted)) == expected
+
+
+def test_uncovered_rows_count_as_wrong_and_are_reported() -> None:
+    """4 rows, 1 uncovered, 3 right: accuracy .75, coverage .75, and 1.0 among covered rows."""
+    batch = pack([make_document(5, 2, mask=[1] * 5)])
+    values = compute(batch, judged(batch, [[1, 1, 1, 1]], covered=[1, 0, 1, 1]))
+    assert values["accuracy"] == pytest.approx(0.75)
+    assert values["coverage"] == pytest.approx(0.75)
+    assert values["accuracy"] / values["coverage"] == pytest.approx(1.0)
+    assert values["accept_rate/0"] == pytest.approx(0.375)
+
+
+def test_coverage_by_next_token_and_by_the_full_head() -> None:
+    """The next token decides, except where it is missing or opens the next prompt."""
+    document = make_document(6, 3, mask=[0, 1, 1, 0, 1, 1])
+    batch = pack([replace(document, input_ids=torch.tensor([0, 1, 2, 3, 4, 5]))])
+    t2d = torch.ones(50, dtype=torch.bool)
+    t2d[[2, 3]] = False
+    gated = batch.loss_mask.nonzero()[:, 0]
+    assert gated.tolist() == [0, 1, 3, 4]
+    head = tiny_head()
+    # Row 0 is followed by token 2, outside; row 1 by token 3, which opens a prompt; row 4 by none.
+    assert covered_rows(batch, gated, t2d, head).tolist() == [False, True, True, True]
+    full = torch.randn(50, 32, generator=torch.Generator().manual_seed(4))
+    head.full_weight = full
+    best = (head.features(batch.last_hidden[gated]) @ full.T).argmax(-1)
+    assert torch.equal(covered_rows(batch, gated, t2d, head), t2d[best])
+
+
+def test_packs_and_pools_add_up_by_counts() -> None:
+    """Two packs with unequal counts give the pooled value, not the mean of means."""
+    small = pack([make_document(2, 5, mask=[1, 1])])
+    large = pack([make_document(10, 6, mask=[1] * 10)])
+    metrics = AcceptanceMetrics(1)
+    metrics.update(small, judged(small, [[1]]))
+    metrics.update(large, judged(large, [[0] * 9]))
+    assert metrics.compute()["accuracy"] == pytest.approx(0.1)
+
+
+def test_accuracy_by_length_goes_by_the_whole_document() -> None:
+    short, long = make_document(5, 7, mask=[1] * 5), make_document(6, 8, mask=[1] * 6)
+    batch = replace(pack([short, long]), document_lengths=(5, 3000))
+    values = compute(batch, judged(batch, [[1, 1, 0, 0, 1, 1, 1, 1, 0]]))
+    assert values["accuracy_by_length/0-1k"] == pytest.approx(0.5)
+    assert values["accuracy_by_length/2-4k"] == pytest.approx(0.8)
+    assert "accuracy_by_length/1-2k" not in values

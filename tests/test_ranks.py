@@ -1,0 +1,69 @@
+"""Real processes: one rank and two ranks train the same weights; nobody hangs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import Document, make_document
+from tests.tiny_run import TinyWorld, curve, last_weights, make_world
+
+pytestmark = pytest.mark.ddp
+
+
+def uneven_documents() -> list[Document]:
+    """Packs of very unequal gates: 9 rows, 1 row, holes; each fills a pack of 10 rows alone."""
+    masks = [
+        [0, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 1],
+        [0, 1, 0, 1, 1, 0, 0, 1, 1, 1],
+        [0, 0, 1, 1, 1, 1, 0, 1, 0, 0],
+        [0, 0, 0, 0, 1, 1, 1, 1, 1, 1],
+    ]
+    documents = [make_document(10, seed, mask=mask) for seed, mask in enumerate(masks)]
+    return documents + [make_document(11, 90 + seed) for seed in range(8)]
+
+
+def assert_same_training(world: TinyWorld, one: list[str], two: list[str]) -> None:
+    common = ("max_seq_len=10", "epochs=2", "data.val_ratio=0.2")
+    world.run(*common, *one)
+    world.run(*common, *two, "trainer.devices=2")
+    first, second = world.run_folders()
+    for name in ("train/loss", "train/loss_step/2", "optim/grad_norm", "val/loss"):
+        a, b = curve(first, name), curve(second, name)
+        assert len(a) == len(b) > 0
+        assert a == pytest.approx(b, rel=1e-4), name
+    weights, others = last_weights(first), last_weights(second)
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        if weight.is_floating_point():
+            torch.testing.assert_close(others[name], weight, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_one_rank_equals_two(tmp_path: Path) -> None:
+    world = make_world(tmp_path, uneven_documents())
+    assert_same_training(world, ["tokens_per_step=20"], [])
+
+
+def test_one_rank_equals_two_with_accumulation_a_partial_window_and_a_bad_sample(
+    tmp_path: Path,
+) -> None:
+    """13 documents less validation and one with NaN states, in windows of 6 packs."""
+    documents = uneven_documents()
+    documents[6].last_hidden[3, 5] = float("nan")
+    world = make_world(tmp_path, documents)
+    assert_same_training(world, ["tokens_per_step=60"], ["tokens_per_step=60"])
+    for folder in world.run_folders():
+        assert curve(folder, "data/bad_samples")[-1] > 0
+
+
+def test_a_rank_without_a_row_does_not_hang(tmp_path: Path) -> None:
+    """Three packs on two ranks: in the last step one rank has nothing but padding."""
+    documents = [make_document(10, seed) for seed in range(4)]
+    world = make_world(tmp_path, documents)
+    world.run("max_seq_len=10", "epochs=1", "data.val_ratio=0.2", "trainer.devices=2")
+    (folder,) = world.run_folders()
+    assert len(curve(folder, "train/loss")) == 2
+    assert all(torch.isfinite(w).all() for w in last_weights(folder).values())
