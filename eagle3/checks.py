@@ -1,4 +1,4 @@
-"""Checks across the fields of a composed :class:`eagle3.config.Config`; pure functions, no files read."""
+"""Checks across the fields of a composed :class:`eagle3.config.Config`; no files are read."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _paths(config: Config) -> Iterator[str]:
 
 def _name(config: Config) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
-        yield f"name={config.name!r}: expected letters, digits, '.', '_' and '-' (it names a folder)"
+        yield f"name={config.name!r}: it names a folder, give letters, digits, '.', '_' and '-'"
 
 
 def _ranges(config: Config) -> Iterator[str]:
@@ -122,8 +122,9 @@ def _split(config: Config) -> Iterator[str]:
     spent = config.data.split_context_tokens + config.ttt_steps - 1
     if config.data.split_context_tokens < 0 or spent >= config.max_seq_len:
         yield (
-            f"data.split_context_tokens={config.data.split_context_tokens}: expected >= 0 and, with "
-            f"ttt_steps={config.ttt_steps} - 1 look-ahead rows, below max_seq_len={config.max_seq_len}"
+            f"data.split_context_tokens={config.data.split_context_tokens}: expected >= 0 and, "
+            f"with the look-ahead of ttt_steps={config.ttt_steps}, below "
+            f"max_seq_len={config.max_seq_len}"
         )
 
 
@@ -145,8 +146,8 @@ def _model(config: Config) -> Iterator[str]:
             yield f"model.{key}={getattr(model, key)}: expected a value >= 1"
     if kv_heads >= 1 and heads % kv_heads:
         yield (
-            f"model.num_attention_heads={heads} is no multiple of "
-            f"model.num_key_value_heads={kv_heads}: every key head serves the same number of queries"
+            f"model.num_attention_heads={heads}: expected a multiple of "
+            f"model.num_key_value_heads={kv_heads}, every key head serves as many query heads"
         )
     if model.head_dim % 2:
         yield f"model.head_dim={model.head_dim}: expected an even number (rotary pairs)"

@@ -1,7 +1,7 @@
 """Hydra -> one frozen :class:`eagle3.config.Config`, and the frame around every entry point.
 
-``conf/`` is plain YAML. Its first default is ``schema``: the schema's own defaults as a plain tree, so
-every key can be overridden from the command line and no default is written twice. After
+``conf/`` is plain YAML. Its first default is ``schema``: the schema's own defaults as a plain
+tree, so every key can be overridden from the command line and no default is written twice. After
 composition the tree is merged onto the typed schema, where an unknown key or a wrong type is an
 error with the nearest valid key, and frozen.
 """
@@ -9,7 +9,9 @@ error with the nearest valid key, and frozen.
 from __future__ import annotations
 
 import difflib
+import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
-import yaml
+import yaml  # type: ignore[import-untyped]
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -42,7 +44,7 @@ class Job:
     """Chosen option of ``conf/experiment``."""
 
 
-class JobFailed(Exception):
+class JobFailedError(Exception):
     """A job whose error is already on the terminal; only its exit code is left to pass on."""
 
     def __init__(self, code: int) -> None:
@@ -110,16 +112,18 @@ def entry_point(job: Callable[[Config, Job], float | None]) -> int:
     Returns:
         The exit code for ``sys.exit``.
     """
+    print_lines_at_once()
     register_schema()
     main = hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
+    sys.argv[1:] = _options_first(sys.argv[1:])
     try:
         _refuse_sweep_inside_ranks()
         main(lambda composed: _run_job(job, composed))()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except (UserError, JobFailed) as error:
+    except (UserError, JobFailedError) as error:
         return report_error(error)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         # the job's own errors never come out here, so these are about the composition
@@ -127,9 +131,15 @@ def entry_point(job: Callable[[Config, Job], float | None]) -> int:
     return 0
 
 
+def print_lines_at_once() -> None:
+    """Under nohup or in a pipe Python would keep lines back until some kilobytes have gathered."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
 def report_error(error: Exception) -> int:
     """Print ``error`` as an entry point does and return the exit code it means."""
-    if isinstance(error, JobFailed):
+    if isinstance(error, JobFailedError):
         return error.code
     sys.stdout.flush()
     rank = os.environ.get("RANK", "0")
@@ -143,6 +153,12 @@ def report_error(error: Exception) -> int:
     return 2
 
 
+def _options_first(arguments: list[str]) -> list[str]:
+    """Hydra's parser refuses overrides on both sides of an option such as ``-m``."""
+    overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
+    return [a for a in arguments if a not in overrides] + overrides
+
+
 def _run_job(job: Callable[[Config, Job], float | None], composed: DictConfig) -> float | None:
     choices = HydraConfig.get()
     sweep = choices.mode == RunMode.MULTIRUN
@@ -154,10 +170,13 @@ def _run_job(job: Callable[[Config, Job], float | None], composed: DictConfig) -
                 experiment=choices.runtime.choices.get("experiment"),
             ),
         )
+    except SystemExit as stop:
+        # Lightning answers SIGTERM with a SystemExit that has no code, which would mean success
+        raise SystemExit(128 + signal.SIGTERM if stop.code is None else stop.code) from None
     except Exception as error:
         code = report_error(error)
         # Hydra collects exceptions of a sweep's jobs and goes on; SystemExit ends a single run
-        raise (JobFailed(code) if sweep else SystemExit(code)) from None
+        raise (JobFailedError(code) if sweep else SystemExit(code)) from None
 
 
 def _refuse_sweep_inside_ranks() -> None:
@@ -206,7 +225,7 @@ def _nearest(key: str, candidates: list[str]) -> str:
 
 
 def _unknown_key(key: str) -> ConfigError:
-    valid = [*_dotted_keys(OmegaConf.structured(Config)), "loss.mix.name", "loss.mix.weight"]
+    valid = [*_dotted_keys(OmegaConf.structured(Config)), "name", "weight"]
     return ConfigError(
         f"unknown key '{key}'; the nearest valid key is '{_nearest(key, valid + _groups())}'. "
         f"All keys: {_LIST_KEYS}"

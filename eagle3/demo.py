@@ -32,13 +32,13 @@ def source_paths(config: Config) -> SourcePaths:
     return SourcePaths(Path(config.paths.verifier or cache / "verifier"), Path(shards))
 
 
-def prepare_verifier(config: Config, paths: SourcePaths) -> None:
+def prepare_verifier(config: Config) -> None:
     """Convert the demo verifier if it is wanted and missing; ranks wait for the first."""
     if config.capture.source is CaptureSource.off or config.paths.verifier is not None:
         return
     from eagle3.verifier.smollm2 import ensure_smollm2  # needs the verifier extra
 
-    ensure_smollm2(paths.verifier.parent)
+    ensure_smollm2(Path(config.paths.cache))
 
 
 def capture_shards(config: Config, paths: SourcePaths) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import warnings
 from typing import Any
 
 import lightning
-import torch
 from lightning.pytorch.callbacks import Callback
 
 from eagle3.callbacks import Progress, Throughput, checkpoint_callbacks
@@ -20,6 +20,7 @@ from eagle3.loggers import Loggers, start_loggers
 from eagle3.module import DrafterModule
 from eagle3.names import Precision
 from eagle3.optim import LrSchedule
+from eagle3.outcome import report_outcome
 from eagle3.provenance import Run
 
 
@@ -47,7 +48,7 @@ def _fit(config: Config, run: Run, loggers: Loggers) -> float:
     precision = resolve_precision(config, where["accelerator"])
     say(f"run folder: {run.directory}")
     inputs = load_inputs(config, run, ranks, precision, say)
-    schedule = build_schedule(config, inputs)
+    schedule = LrSchedule.from_config(config.optim, config.lr, inputs.total_steps)
     for line in plan_lines(config, inputs, schedule, ranks):
         say(line)
     module = DrafterModule(
@@ -70,7 +71,8 @@ def _fit(config: Config, run: Run, loggers: Loggers) -> float:
     )
     started = time.monotonic()
     trainer.fit(module, datamodule=inputs.data)
-    return finish(config, run, loggers, trainer, inputs, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return report_outcome(config, run, loggers, trainer, inputs, seconds, say)
 
 
 def resolve_precision(config: Config, accelerator: str) -> Precision:
@@ -78,14 +80,6 @@ def resolve_precision(config: Config, accelerator: str) -> Precision:
     if config.trainer.precision is not Precision.auto:
         return config.trainer.precision
     return Precision.bf16_mixed if accelerator == "gpu" else Precision.float32
-
-
-def build_schedule(config: Config, inputs: Inputs) -> LrSchedule:
-    """Length from the plan of every epoch, so it is exact also where epochs differ by a step."""
-    steps = inputs.data.total_steps(config.epochs)
-    if config.trainer.max_steps is not None:
-        steps = min(steps, config.trainer.max_steps)
-    return LrSchedule.from_config(config.optim, config.lr, steps)
 
 
 def plan_lines(config: Config, inputs: Inputs, schedule: LrSchedule, ranks: Ranks) -> list[str]:
@@ -130,8 +124,10 @@ def _plain(value: Any) -> Any:
 
 
 def quiet_lightning() -> None:
-    """Lightning's hints are for users of Lightning; warnings still come through."""
+    """Lightning's hints are for users of Lightning; warnings of the run still come through."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    # Lightning's use of a torch interface that is on its way out; nothing a user can mend.
+    warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated")
 
 
 def _say_nothing(_: str) -> None:

@@ -46,12 +46,14 @@ class Inputs:
     head: VerifierHead
     vocab_coverage: float
     """Share of supervised training tokens that the draft vocabulary holds."""
+    total_steps: int
+    """Optimizer steps of the run, from the plan of every epoch."""
 
 
 def load_inputs(config: Config, run: Run, ranks: Ranks, precision: Precision, say: Say) -> Inputs:
     """Open the data first, since its mistakes are cheap to find, then the map, then weights."""
     paths = source_paths(config)
-    prepare_verifier(config, paths)
+    prepare_verifier(config)
     check_sizes(config.model, read_verifier_config(paths.verifier))
     data = build_data(config, paths, ranks, pin_memory=precision is Precision.bf16_mixed)
     data.prepare_data()
@@ -69,7 +71,11 @@ def load_inputs(config: Config, run: Run, ranks: Ranks, precision: Precision, sa
         save_vocab_map(run.directory / VOCAB_FILE, vocab)
     drafter, head = _models(config, paths, vocab, data, precision, say)
     _probe(config, data, head, vocab, say)
-    return Inputs(data, vocab, drafter, head, coverage)
+    steps = data.total_steps(config.epochs)
+    limit = config.trainer.max_steps
+    return Inputs(
+        data, vocab, drafter, head, coverage, steps if limit is None else min(steps, limit)
+    )
 
 
 def build_data(

@@ -22,10 +22,10 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from eagle3.config import Config
 from eagle3.names import WandbMode
 from eagle3.provenance import Run
+from eagle3.run_folder import METRICS_FILE, X_AXIS
 
-METRICS_FILE = "metrics.csv"
-X_AXIS = "trainer/global_step"
 _INIT_TIMEOUT_S = 60.0
+_FINISH_TIMEOUT_S = 300.0  # a lost network must not hold up the next job of a sweep
 _PUBLIC_HOSTS = {"api.wandb.ai", "api.forge.coreweave.com"}  # wandb >= 0.31 moved to the second
 
 
@@ -114,7 +114,7 @@ def start_loggers(config: Config, run: Run) -> Loggers:
 
 
 def wandb_mode(mode: WandbMode, environment: Mapping[str, str]) -> WandbMode:
-    """Resolve ``auto``: what ``WANDB_MODE`` says, else online with an API key at hand, else offline."""
+    """Resolve ``auto``: what ``WANDB_MODE`` says, else online if an API key is at hand."""
     if mode != WandbMode.auto:
         return mode
     if environment.get("WANDB_MODE") in ("online", "offline", "disabled"):
@@ -144,10 +144,14 @@ def _start_wandb(config: Config, run: Run, mode: WandbMode) -> Any:
             job_type="train",
             config=dataclasses.asdict(config),
             dir=run.directory,
-            mode=mode.value,
+            mode=mode.value,  # type: ignore[arg-type]
             reinit="create_new",
             resume="allow",
-            settings=wandb.Settings(init_timeout=_INIT_TIMEOUT_S, silent=mode == WandbMode.offline),
+            settings=wandb.Settings(
+                init_timeout=_INIT_TIMEOUT_S,
+                finish_timeout=_FINISH_TIMEOUT_S,
+                silent=mode == WandbMode.offline,
+            ),
         )
         wandb_run.define_metric(X_AXIS)
         wandb_run.define_metric("*", step_metric=X_AXIS, step_sync=True)

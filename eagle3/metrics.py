@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from eagle3.data.batch import PackedBatch
 from eagle3.objective import StepResult
+from eagle3.replay import replay
 
 LENGTH_BUCKETS = (("0-1k", 1024), ("1-2k", 2048), ("2-4k", 4096), ("4-8k", 8192))
 _LAST_BUCKET = "8k+"
@@ -56,26 +56,6 @@ def chain_results(batch: PackedBatch, results: Sequence[StepResult]) -> ChainRes
     gated = judged.cumprod(dim=1).bool()
     correct &= gated
     return ChainResults(gated, correct.cumprod(dim=1).bool(), correct, overlap * gated)
-
-
-def replay(walkable: np.ndarray, accepted: np.ndarray) -> tuple[int, int]:
-    """Walk one document in rounds; returns (tokens emitted, rounds).
-
-    ``walkable`` [n] bool marks rows that emit an answer token, ``accepted`` [n] int how many drafts
-    a round started there gets accepted; a round emits one more, but never past its answer.
-    Example: walkable 1 1 1 1 1, accepted 2 0 0 3 0: rounds start at rows 0 (emits 3) and 3 (emits
-    the 2 that are left): length 2.5.
-    """
-    ends = np.flatnonzero(np.diff(walkable.astype(np.int8), append=0) == -1) + 1
-    emitted = rounds = row = 0
-    for end in ends.tolist():
-        while row < end:
-            if not walkable[row]:
-                row += 1
-                continue
-            step = min(int(accepted[row]) + 1, end - row)
-            emitted, rounds, row = emitted + step, rounds + 1, row + step
-    return emitted, rounds
 
 
 class AcceptanceMetrics(Metric):

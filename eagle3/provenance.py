@@ -1,13 +1,12 @@
 """The run folder: made once per job, holding what is needed to tell later what ran.
 
-``config.yaml`` the resolved configuration, ``provenance.json`` command line, versions, machine and git
-state; metrics, checkpoints and the report are added by the run itself.
+``config.yaml`` is the resolved configuration, ``provenance.json`` the command line, versions,
+machine and git state; metrics, checkpoints and the report are added by the run itself.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -26,9 +25,7 @@ import torch
 from eagle3.compose import Job, save_config
 from eagle3.config import Config
 from eagle3.errors import ConfigError
-
-CONFIG_FILE = "config.yaml"
-PROVENANCE_FILE = "provenance.json"
+from eagle3.run_folder import CONFIG_FILE, PROVENANCE_FILE, read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -68,27 +65,14 @@ def start_run(config: Config, job: Job) -> Run:
     run = Run(directory, name, identity, group)
     save_config(config, directory / CONFIG_FILE)
     record = {"name": name, "id": identity, "group": group, **provenance()}
-    (directory / PROVENANCE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(directory, PROVENANCE_FILE, record)
     return run
 
 
 def load_run(directory: Path, *, is_main: bool) -> Run:
     """The run of an existing run folder, as another rank of it sees it."""
-    record = read_provenance(directory)
+    record = read_json(directory, PROVENANCE_FILE)
     return Run(directory, record["name"], record["id"], record["group"], is_main)
-
-
-def read_provenance(directory: Path) -> dict[str, Any]:
-    """What :func:`start_run` recorded.
-
-    Raises:
-        ConfigError: the directory is no run folder.
-    """
-    path = directory / PROVENANCE_FILE
-    if not path.is_file():
-        raise ConfigError(f"no {PROVENANCE_FILE} in {directory}: give a run folder of eagle3.train")
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return record
 
 
 def run_name(config: Config, suffix: str) -> str:

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import sys
 
-from eagle3.checks import check
-from eagle3.compose import Job, JobFailed, entry_point
+from eagle3.checks import check, device_count
+from eagle3.compose import Job, JobFailedError, entry_point
 from eagle3.config import Config
-from eagle3.distributed import launch_ranks, must_launch, process_group, shared_run
+from eagle3.distributed import must_launch, process_group, resolve_accelerator, shared_run
+from eagle3.launch import launch_ranks
 from eagle3.provenance import start_run
-from eagle3.report import read_summary
+from eagle3.run_folder import SUMMARY_FILE, read_json
 
 
 def train(config: Config, job: Job) -> float:
     """Run one job, on this process or on ranks of its own.
 
     Returns:
-        The best ``val/acceptance_replay``, which sweepers maximise.
+        The best ``val/acceptance_replay``, which sweepers maximise; NaN without a validation.
     """
     check(config)
     if must_launch(config):
-        run = start_run(config, job)
-        code = launch_ranks(run.directory, config.trainer.devices)
-        if code:
-            raise JobFailed(code)
-        return float(read_summary(run.directory)["best/acceptance_replay"])
+        return _train_on_ranks(config, job)
     with process_group(config) as ranks:
-        from eagle3.fit import (
-            fit,
-        )  # seconds of imports that a mistake in the command need not wait for
+        from eagle3.fit import fit  # seconds of imports that a mistyped command need not wait for
 
         return fit(config, shared_run(config, job, ranks))
+
+
+def _train_on_ranks(config: Config, job: Job) -> float:
+    resolve_accelerator(config.trainer)  # says here, not once per rank, which cards are missing
+    run = start_run(config, job)
+    code = launch_ranks(run.directory, device_count(config.trainer.devices))
+    if code:
+        raise JobFailedError(code)
+    best = read_json(run.directory, SUMMARY_FILE)["best/acceptance_replay"]
+    return float("nan") if best is None else float(best)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""One rank of a run whose ranks were launched by :func:`eagle3.distributed.launch_ranks`."""
+"""One rank of a run whose ranks were started by :func:`eagle3.launch.launch_ranks`."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
-from eagle3.compose import load_config, report_error
-from eagle3.distributed import end_with_parent, process_group
-from eagle3.provenance import CONFIG_FILE, load_run
+from eagle3.compose import load_config, print_lines_at_once, report_error
+from eagle3.distributed import process_group
+from eagle3.launch import end_with_launcher
+from eagle3.provenance import load_run
+from eagle3.run_folder import CONFIG_FILE
 
 
 def main(run_dir: Path) -> int:
     """Train as one of the ranks of the run in ``run_dir``; returns the exit code."""
-    end_with_parent()
+    print_lines_at_once()
+    end_with_launcher()
     try:
         config = load_config(run_dir / CONFIG_FILE)
         with process_group(config) as ranks:
@@ -20,7 +24,9 @@ def main(run_dir: Path) -> int:
 
             fit(config, load_run(run_dir, is_main=ranks.rank == 0))
     except Exception as error:
-        return report_error(error)
+        code = report_error(error)
+        sys.stdout.flush()
+        os._exit(code)  # an orderly exit could wait for ranks that are stuck in a collective
     return 0
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from eagle3.data.batch import PackedBatch
-from eagle3.metrics import AcceptanceMetrics, replay
+from eagle3.metrics import AcceptanceMetrics
 from eagle3.model.ttt import step_rows
 from eagle3.objective import StepResult, covered_rows
 from eagle3.ops.distillation import RowStatistics
+from eagle3.replay import answer_rows, replay
 from tests.helpers import make_document, pack, tiny_head
 
 
@@ -165,3 +166,10 @@ def test_accuracy_by_length_goes_by_the_whole_document() -> None:
     assert values["accuracy_by_length/0-1k"] == pytest.approx(0.5)
     assert values["accuracy_by_length/2-4k"] == pytest.approx(0.8)
     assert "accuracy_by_length/1-2k" not in values
+
+
+def test_rows_that_emit_an_answer_token() -> None:
+    """Tokens 2..4 and 7, 8 are answers: the first of each comes from the prefill."""
+    mask = np.array([0, 0, 1, 1, 1, 0, 0, 1, 1], dtype=bool)
+    assert answer_rows(mask).tolist() == [0, 1, 1, 0, 0, 0, 1, 0]
+    assert answer_rows(np.array([True])).tolist() == []

@@ -80,7 +80,9 @@ class Progress(Callback):
             self._close_line()
             self._write(validation_line(self._throughput, values) + "\n")
 
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
+    ) -> None:
         self._close_line()
 
     def on_exception(
@@ -151,7 +153,11 @@ def thousands(value: float) -> str:
 def duration(seconds: float) -> str:
     """The two largest units: 42s, 3m10s, 5h03m, 2d04h."""
     whole = round(seconds)
-    for big, size, small, step in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+    for big, size, small, step in (
+        ("d", 86400, "h", 3600),
+        ("h", 3600, "m", 60),
+        ("m", 60, "s", 1),
+    ):
         if whole >= size:
             return f"{whole // size}{big}{whole % size // step:02d}{small}"
     return f"{whole}s"

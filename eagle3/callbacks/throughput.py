@@ -120,7 +120,9 @@ class Throughput(Callback):
         """Epochs done, with the fraction of the present one."""
         return self.steps_done / self.steps_per_epoch
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
+    ) -> None:
         self._mark = self._clock()
 
     def on_train_batch_end(

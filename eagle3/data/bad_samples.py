@@ -8,7 +8,7 @@ _LISTED = 20
 
 
 class BadSamples:
-    """The bad samples of a run, each counted once however often it is met."""
+    """The bad samples that one rank met in a run, each counted once however often it is met."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -7,7 +7,7 @@ new plan every epoch (``reload_dataloaders_every_n_epochs=1``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from eagle3.data.masks import apply_train_on
 from eagle3.data.packing import PackingRule, Segment, Segmentation, pack_epoch
 from eagle3.data.plan import EpochPlan, PackingReport, packing_report, validation_plan
 from eagle3.data.shards import Shards, open_shards
+from eagle3.data.tokens import TokenDocument
 from eagle3.errors import ConfigError, DataError
 from eagle3.names import LongDocuments, TrainOn
 
@@ -217,7 +218,7 @@ class ShardDataModule(lightning.LightningDataModule):
         counts = np.zeros(self._layout.vocab_size, np.int64)
 
         def supervised_ids(document: int) -> np.ndarray:
-            sample = shards.reader.open(str(shards.index.names[document]))
+            sample = shards.reader.open(shards.index.names[document])
             return sample.input_ids[apply_train_on(sample.loss_mask, self._train_on)].numpy()
 
         with ThreadPoolExecutor(self._num_workers) as pool:
@@ -245,6 +246,34 @@ class ShardDataModule(lightning.LightningDataModule):
         if len(loaded.bad) == len(segments):
             raise DataError("\n".join(["No training document can be read:", *self.bad_samples]))
         return loaded.batch.trim()
+
+    def training_tokens(self, max_tokens: int) -> list[TokenDocument]:
+        """The first training documents that hold at most ``max_tokens`` tokens together."""
+        opened = self._opened
+        return self._tokens(opened.reader, opened.train_documents, max_tokens)
+
+    def validation_tokens(self, max_tokens: int) -> list[TokenDocument]:
+        """All validation documents; none when they hold more than ``max_tokens`` tokens."""
+        opened = self._opened
+        packs = opened.val_plan.packs
+        documents = sorted({segment.document for pack in packs for segment in pack})
+        lengths = opened.val_reader.index.lengths[documents]
+        if int(lengths.sum()) > max_tokens:
+            return []
+        return self._tokens(opened.val_reader, documents, max_tokens)
+
+    def _tokens(
+        self, reader: PackReader, documents: Sequence[int], max_tokens: int
+    ) -> list[TokenDocument]:
+        found = []
+        for document in documents:
+            max_tokens -= int(reader.index.lengths[document])
+            if max_tokens < 0:
+                break
+            sample = reader.shards.open(str(reader.index.names[document]))
+            mask = apply_train_on(sample.loss_mask, self._train_on)
+            found.append(TokenDocument(sample.input_ids.tolist(), mask.tolist()))
+        return found
 
     @property
     def _opened(self) -> _Opened:

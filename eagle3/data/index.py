@@ -51,7 +51,7 @@ class ShardDescription:
 class DocumentIndex:
     """The D usable documents of a directory, in its order."""
 
-    names: NDArray[np.str_]
+    names: tuple[str, ...]
     """File names."""
     lengths: NDArray[np.int64]
     """Tokens."""
@@ -165,7 +165,7 @@ def _probe_all(
             )
         )
     return DocumentIndex(
-        names=np.array([r.name for r in records]),
+        names=tuple(r.name for r in records),
         lengths=np.array([r.length for r in records], np.int64),
         runs=Runs.stack(r.runs for r in records),
         sample_hash=np.array([r.sample_hash for r in records], np.uint64),
@@ -218,7 +218,7 @@ def _hash_ids(sample: Sample, stop: int) -> int:
 
 def _to_arrays(index: DocumentIndex) -> dict[str, NDArray]:
     return {
-        "names": index.names,
+        "names": np.array(index.names, np.str_),
         "lengths": index.lengths,
         "run_offsets": index.runs.offsets,
         "run_bounds": index.runs.bounds,
@@ -232,7 +232,7 @@ def _to_arrays(index: DocumentIndex) -> dict[str, NDArray]:
 
 def _from_arrays(arrays: dict[str, NDArray]) -> DocumentIndex:
     return DocumentIndex(
-        names=arrays["names"],
+        names=tuple(arrays["names"].tolist()),
         lengths=arrays["lengths"],
         runs=Runs(arrays["run_offsets"], arrays["run_bounds"]),
         sample_hash=arrays["sample_hash"],

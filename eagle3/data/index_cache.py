@@ -45,7 +45,7 @@ def load(path: Path) -> dict[str, NDArray] | None:
     if not path.is_file():
         return None
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return dict(stored)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile):
         return None

@@ -65,7 +65,7 @@ class PackReader:
         Raises:
             DataError: the file is bad, or is not the one that was indexed.
         """
-        name = str(self.index.names[segment.document])
+        name = self.index.names[segment.document]
         sample = self.shards.read(name, segment.start, segment.stop + 1)
         length = int(self.index.lengths[segment.document])
         if len(sample) != length or sample.last_hidden.dtype != self.index.dtype:
@@ -78,7 +78,7 @@ class PackReader:
 
     def path(self, document: int) -> str:
         """Path of a document."""
-        return str(self.shards.directory / str(self.index.names[document]))
+        return str(self.shards.directory / self.index.names[document])
 
     def _planes(self) -> StatePlanes:
         layout = self.shards.layout

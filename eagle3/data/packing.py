@@ -93,17 +93,17 @@ def segment_documents(
     Raises:
         ConfigError: a document must be split, and context and look-ahead leave no own row.
     """
-    totals = gates.totals()
+    totals, tokens = gates.totals().tolist(), lengths.tolist()
     kept: list[Pack] = []
     unsupervised = long = dropped = lost = overhead = supervised = clipped = 0
     for document in documents:
-        rows = int(lengths[document]) - 1
+        rows = tokens[document] - 1
         if totals[document] == 0:
             unsupervised += 1
             continue
         if rows <= rule.max_seq_len:
             kept.append((Segment(document, 0, rows, 0, rows),))
-            supervised += int(totals[document])
+            supervised += totals[document]
             continue
         long += 1
         segments = _cut(document, rows, gates, rule)

@@ -6,96 +6,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3.config import ModelConfig
 from eagle3.data.batch import PackedBatch
 from eagle3.model.drafter import Drafter
-from eagle3.model.layers import NormLayout, rotate
+from eagle3.model.layers import NormLayout
 from eagle3.model.ttt import step_rows, unroll
 from eagle3.names import Arch, AttentionImpl
 from eagle3.objective import row_counts, run_pack, window_loss
 from tests.helpers import (
     TINY,
-    Document,
     make_document,
     pack,
     tiny_drafter,
     tiny_head,
     with_garbage_padding,
 )
+from tests.server import Server, draft_as_server
 
 MIX = [("kl", 1.0)]
 IMPLEMENTATIONS = pytest.mark.parametrize("attention", list(AttentionImpl))
-
-
-class Server:
-    """Drafts as a serving engine does: one token at a time, with a key/value cache.
-
-    Shares weights, norms and rotation with the drafter, and nothing of its unroll or attention.
-    """
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.positions: list[int] = []
-
-    def feed(self, token: Tensor, hidden: Tensor, position: int) -> Tensor:
-        """One token and one hidden state in, the layer's output out; the cache grows by one."""
-        layer, config = self.drafter.layer, self.drafter.config
-        attn = layer.self_attn
-        normed = layer.hidden_norm(hidden)
-        x = torch.cat((layer.input_layernorm(self.drafter.embed_tokens[token]), normed))
-        cos, sin = self.drafter.rope(torch.tensor([position]))
-        query = attn.q_norm(F.linear(x, attn.q_proj.weight).view(-1, config.head_dim))
-        key = attn.k_norm(F.linear(x, attn.k_proj.weight).view(-1, config.head_dim))
-        self.keys.append(rotate(key[None], cos, sin)[0])
-        self.values.append(F.linear(x, attn.v_proj.weight).view(-1, config.head_dim))
-        self.positions.append(position)
-        attended = self._attend(rotate(query[None], cos, sin)[0], position)
-        residual = normed if layer.norms.norm_before_residual else hidden
-        middle = residual + F.linear(attended, attn.o_proj.weight)
-        return middle + layer.mlp(layer.post_attention_layernorm(middle))
-
-    def _attend(self, query: Tensor, position: int) -> Tensor:
-        config = self.drafter.config
-        group = config.num_attention_heads // config.num_key_value_heads
-        seen = [
-            i
-            for i, p in enumerate(self.positions)
-            if config.sliding_window is None or position - p < config.sliding_window
-        ]
-        keys = torch.stack([self.keys[i] for i in seen])
-        values = torch.stack([self.values[i] for i in seen])
-        heads = []
-        for head in range(config.num_attention_heads):
-            scores = keys[:, head // group] @ query[head] / config.head_dim**0.5
-            heads.append(scores.softmax(0) @ values[:, head // group])
-        return torch.cat(heads)
-
-    def rollback(self, length: int) -> None:
-        """Forget everything after the first ``length`` cache entries, as after a round."""
-        del self.keys[length:], self.values[length:], self.positions[length:]
-
-
-def draft_as_server(
-    drafter: Drafter, document: Document, steps: int
-) -> dict[tuple[int, int], Tensor]:
-    """Logits by (row, step): prefill row by row, draft true tokens from each, roll back."""
-    server, out = Server(drafter), {}
-    fused = drafter.fuse(document.aux_hidden)
-    for row in range(len(document) - 1):
-        hidden = fused[row]
-        for step in range(steps):
-            if row + 1 + step >= len(document):
-                break
-            output = server.feed(document.input_ids[row + 1 + step], hidden, row + step)
-            out[row, step] = drafter.logits(output[None])[0]
-            hidden = drafter.feedback(output)
-        server.rollback(row + 1)
-    return out
 
 
 def packed_logits(drafter: Drafter, batch: PackedBatch, steps: int) -> list[Tensor]:
@@ -140,7 +71,8 @@ def test_a_round_that_starts_mid_answer_reads_the_same_cache() -> None:
     server, fused = Server(drafter), drafter.fuse(document.aux_hidden)
     for row in range(3):
         server.feed(document.input_ids[row + 1], fused[row], row)
-    hidden = drafter.feedback(server.feed(document.input_ids[4], fused[3], 3))
+    output = server.feed(document.input_ids[4], fused[3], 3)
+    hidden = drafter.feedback(output[None])[0]
     server.feed(document.input_ids[5], hidden, 4)
     server.rollback(4)
     for row in (4, 5):

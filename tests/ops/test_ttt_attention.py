@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from eagle3.errors import ConfigError
 from eagle3.names import AttentionImpl
@@ -249,6 +252,31 @@ def test_merged_saves_inputs_output_and_lse_only() -> None:
         _run(tensors, (0, 20, 64), "merged", None)
     shapes = sorted(tuple(t.shape) for t in saved)
     assert shapes == sorted([(64, 4, 8)] * 2 + [(64, 4)] + [(64, 2, 8)] * 6)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operator returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [t.numel() for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.numel = max(self.numel, *made) if made else self.numel
+        return result
+
+
+@pytest.mark.parametrize("window", [None, 50], ids=lambda w: f"window_{w}")
+def test_merged_never_makes_a_rows_by_rows_matrix(window: int | None) -> None:
+    """Neither over the pack nor over a document: nothing exceeds a few query tensors or blocks."""
+    rows, step = 2400, 3
+    tensors = _inputs(rows, (2, 1), step, dtype=torch.float32)
+    with _LargestTensor() as largest:
+        _run(tensors, (0, 700, 701, rows), "merged", window).sum().backward()
+    assert largest.numel <= max(rows * 2 * 8, 256 * (256 + 50))
+    assert largest.numel < rows**2 / 50
 
 
 def test_backward_can_not_be_differentiated_again() -> None:

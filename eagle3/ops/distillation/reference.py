@@ -60,7 +60,8 @@ class Distributions:
 
 def kl(rows: Distributions) -> Tensor:
     """KL(p || q) = sum p (log p - log q)."""
-    return (rows.p * (rows.log_p - rows.log_q)).sum(-1)
+    # This order of the difference spares backward a negation of [R, V].
+    return -(rows.p * (rows.log_q - rows.log_p)).sum(-1)
 
 
 def reverse_kl(rows: Distributions) -> Tensor:

@@ -13,8 +13,8 @@ CPU     ``aten._scaled_dot_product_flash_attention_for_cpu``        one call a d
 other   ``aten._flash_attention_forward`` with cumulative lengths   one call; ``window_size_left``
 ======  ==========================================================  ============================
 
-Both read strides of all but the last axis, which must be contiguous (the CPU operator does not
-check it and would give wrong numbers).
+The last axis of query, key and value must be contiguous (the CPU operator does not check it and
+would give wrong numbers); any strides will do for the gradient of the output.
 """
 
 from __future__ import annotations
@@ -135,18 +135,15 @@ def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple
     out = query.new_empty(query.shape)
     dtype = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty(query.shape[:2], dtype=dtype)
+    query, key, value, heads_out = (_heads_first(t) for t in (query, key, value, out))
+    heads_lse = lse.t()[None]
     for part in _parts(band):
-        mask = part.mask(band, query.dtype)
+        mask = part.mask(query.dtype)
         part_out, part_lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads_first(query[part.rows]),
-            _heads_first(key[part.keys]),
-            _heads_first(value[part.keys]),
-            0.0,
-            mask is None,
-            attn_mask=mask,
+            part.rows(query), part.keys(key), part.keys(value), 0.0, mask is None, attn_mask=mask
         )
-        out[part.rows] = part_out[0].transpose(0, 1)
-        lse[part.rows] = part_lse[0].t()
+        part.rows(heads_out).copy_(part_out)
+        part.rows(heads_lse).copy_(part_lse)
     return out, lse
 
 
@@ -161,52 +158,58 @@ def _cpu_backward(
 ) -> Gradients:
     # Keys of a window are met by several blocks: sum in lse's dtype, not in bfloat16.
     grads = Gradients(*(t.new_zeros(t.shape, dtype=lse.dtype) for t in (query, key, value)))
+    heads_grads = Gradients(*(_heads_first(t) for t in grads))
+    grad_out, query, key, value, out = (_heads_first(t) for t in (grad_out, query, key, value, out))
+    heads_lse = lse.t()[None]
     for part in _parts(band):
-        mask = part.mask(band, query.dtype)
-        grad_query, grad_key, grad_value = (
-            _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _heads_first(grad_out[part.rows]),
-                _heads_first(query[part.rows]),
-                _heads_first(key[part.keys]),
-                _heads_first(value[part.keys]),
-                _heads_first(out[part.rows]),
-                lse[part.rows].t()[None],
-                0.0,
-                mask is None,
-                attn_mask=mask,
+        mask = part.mask(query.dtype)
+        part_grads = Gradients(
+            *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                part.rows(grad_out), part.rows(query), part.keys(key), part.keys(value),
+                part.rows(out), part.rows(heads_lse), 0.0, mask is None, attn_mask=mask,
             )
-        )
-        grads.query[part.rows] += grad_query[0].transpose(0, 1)
-        grads.key[part.keys] += grad_key[0].transpose(0, 1)
-        grads.value[part.keys] += grad_value[0].transpose(0, 1)
+        )  # fmt: skip
+        part.rows(heads_grads.query).copy_(part_grads.query)
+        part.keys(heads_grads.key).add_(part_grads.key)
+        part.keys(heads_grads.value).add_(part_grads.value)
     return grads
 
 
 class _Part(NamedTuple):
-    """One CPU call: these rows against these keys, both of one document."""
+    """One CPU call: rows ``first:stop`` against keys ``first_key:stop`` of the same document."""
 
-    rows: slice
-    keys: slice
+    first: int
+    first_key: int
+    stop: int
+    reach: int | None
+    """None where plain causal attention is what the band says."""
 
-    def mask(self, band: Band, dtype: torch.dtype) -> Tensor | None:
-        """Additive [rows, keys] mask, or None where plain causal attention says the same."""
-        reach = band.longest if band.reach is None else band.reach
-        if self.rows == self.keys and self.keys.stop - self.keys.start <= reach + 1:
+    def rows(self, heads_first: Tensor) -> Tensor:
+        """The rows of a [1, H, L, ...] tensor, a view."""
+        return heads_first.narrow(2, self.first, self.stop - self.first)
+
+    def keys(self, heads_first: Tensor) -> Tensor:
+        """The keys of a [1, H, L, ...] tensor, a view."""
+        return heads_first.narrow(2, self.first_key, self.stop - self.first_key)
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Additive [rows, keys] mask of the band, None for plain causal attention."""
+        if self.reach is None:
             return None
-        rows = torch.arange(self.rows.start, self.rows.stop)[:, None]
-        keys = torch.arange(self.keys.start, self.keys.stop)[None, :]
-        hidden = (keys > rows) | (rows - keys > reach)
+        rows = torch.arange(self.first, self.stop)[:, None]
+        back = rows - torch.arange(self.first_key, self.stop)[None, :]
+        hidden = (back < 0) | (back > self.reach)
         return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def _parts(band: Band) -> Iterator[_Part]:
     for start, stop in pairwise(band.row_starts):
         if band.reach is None or stop - start <= band.reach + 1:
-            yield _Part(slice(start, stop), slice(start, stop))
+            yield _Part(start, start, stop, reach=None)
             continue
         for first in range(start, stop, _WINDOW_BLOCK_ROWS):
             last = min(first + _WINDOW_BLOCK_ROWS, stop)
-            yield _Part(slice(first, last), slice(max(start, first - band.reach), last))
+            yield _Part(first, max(start, first - band.reach), last, band.reach)
 
 
 def _heads_first(rows_heads_dim: Tensor) -> Tensor:

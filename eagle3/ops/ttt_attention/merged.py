@@ -98,7 +98,6 @@ class _MergedAttention(torch.autograd.Function):
         visible: _Visible = ctx.visible
         steps = len(keys_values) // 2
         keys, values = keys_values[:steps], keys_values[steps:]
-        grad_out = _last_contiguous(grad_out)
         if visible.hides_step_zero:
             first = Gradients(*(torch.zeros_like(t) for t in (query, keys[0], values[0])))
         else:

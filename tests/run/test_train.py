@@ -1,0 +1,131 @@
+"""The real command, with real processes: sweeps, ranks of its own, torchrun, nohup."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle3.compose import load_config
+from eagle3.run_folder import read_json
+from tests.run.wandb_file import read_offline_run
+from tests.tiny_run import TinyWorld, clean_environment, make_world, some_documents
+
+pytestmark = pytest.mark.ddp
+
+SHORT = ("max_seq_len=16", "epochs=1", "data.val_ratio=0.3")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> TinyWorld:
+    return make_world(tmp_path, some_documents(12))
+
+
+def assert_finished(folder: Path) -> None:
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.yaml", "provenance.json", "metrics.csv", "curves.png", "summary.json"} <= names
+    assert len(list(folder.rglob("config.yaml"))) == 1
+    assert read_json(folder, "summary.json")["exit_reason"] == "finished"
+
+
+def only_known_folders(world: TinyWorld) -> None:
+    """Neither Hydra nor Lightning made folders of their own where the command was given."""
+    made = {path.name for path in world.root.iterdir()}
+    assert made <= {"verifier", "shards", "vocab.safetensors", "runs", "cache", "nohup.out"}
+
+
+def test_a_sweep_of_two_jobs_on_two_ranks_each(world: TinyWorld) -> None:
+    world.run("-m", "seed=1,2", "trainer.devices=2", *SHORT)
+    (sweep,) = (world.root / "runs").iterdir()
+    jobs = sorted(path for path in sweep.iterdir() if path.is_dir())
+    assert {path.name for path in sweep.iterdir()} == {"multirun.yaml", *(job.name for job in jobs)}
+    assert len(jobs) == 2
+    for job in jobs:
+        assert_finished(job)
+        assert "=" not in "".join(path.name for path in job.rglob("*"))
+    assert sorted(load_config(job / "config.yaml").seed for job in jobs) == [1, 2]
+    ids = {read_json(job, "provenance.json")["id"] for job in jobs}
+    assert len(ids) == 2
+    assert {read_json(job, "provenance.json")["group"] for job in jobs} == {sweep.name}
+    only_known_folders(world)
+
+
+def test_a_job_that_fails_does_not_take_the_next_one_along(world: TinyWorld) -> None:
+    done = world.run("-m", "lr=-1.0,1e-2", *SHORT, check=False)
+    assert done.returncode == 2
+    assert "error: lr=-1.0" in done.stderr
+    assert "Traceback" not in done.stderr
+    (sweep,) = (world.root / "runs").iterdir()
+    (job,) = (path for path in sweep.iterdir() if path.is_dir())
+    assert_finished(job)
+
+
+def test_torchrun_is_the_same_run(world: TinyWorld) -> None:
+    train = world.command("trainer.devices=2", *SHORT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    port = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    done = subprocess.run(
+        [*torchrun, *port, *train[1:]],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=world.root,
+        env=clean_environment(),
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = world.run_folders()
+    assert_finished(folder)
+    only_known_folders(world)
+
+
+def test_a_mistake_that_ranks_find_keeps_its_code_and_has_no_traceback(world: TinyWorld) -> None:
+    missing = f"paths.shards={world.root / 'nowhere'}"
+    done = world.run("trainer.devices=2", missing, *SHORT, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nohup_keeps_a_run_with_wandb_when_the_terminal_goes(world: TinyWorld) -> None:
+    command = world.command("logger.wandb=offline", "epochs=40", *SHORT[::2])
+    process = subprocess.Popen(
+        ["nohup", *command],
+        cwd=world.root,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step 2/"):
+            os.kill(process.pid, signal.SIGHUP)
+    assert process.wait(timeout=60) == 0, "".join(seen)
+    assert any(line.startswith("next:") for line in seen)
+    (folder,) = world.run_folders()
+    assert read_offline_run(folder).exit_code == 0
+
+
+def test_sigterm_ends_a_run_with_its_code(world: TinyWorld) -> None:
+    command = world.command("epochs=5000", *SHORT[::2])
+    process = subprocess.Popen(
+        command,
+        cwd=world.root,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            process.terminate()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
