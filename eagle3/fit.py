@@ -52,7 +52,12 @@ def _fit(config: Config, run: Run, loggers: Loggers) -> float:
     for line in plan_lines(config, inputs, schedule, ranks):
         say(line)
     module = DrafterModule(
-        config, inputs.drafter, inputs.head, schedule, _provenance(config, inputs)
+        config,
+        inputs.drafter,
+        inputs.head,
+        schedule,
+        _provenance(config, inputs),
+        tokens_lost=inputs.data.report.lost_tokens,
     )
     callbacks = build_callbacks(config, run, inputs, schedule)
     trainer = lightning.Trainer(

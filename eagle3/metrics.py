@@ -52,7 +52,8 @@ def chain_results(batch: PackedBatch, results: Sequence[StepResult]) -> ChainRes
         rows = result.rows.starts
         judged[rows, step] = True
         correct[rows, step] = result.correct
-        overlap[rows, step] = result.statistics.overlap.float() * result.covered
+        assert result.overlap is not None, "run the pack with_overlap"
+        overlap[rows, step] = result.overlap.float() * result.covered
     gated = judged.cumprod(dim=1).bool()
     correct &= gated
     return ChainResults(gated, correct.cumprod(dim=1).bool(), correct, overlap * gated)

@@ -50,6 +50,8 @@ class DrafterModule(lightning.LightningModule):
         head: VerifierHead,
         schedule: LrSchedule,
         provenance: Mapping[str, Any],
+        *,
+        tokens_lost: int = 0,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -58,6 +60,7 @@ class DrafterModule(lightning.LightningModule):
         self.head = head
         self.schedule = schedule
         self.provenance = dict(provenance)
+        self.tokens_lost = tokens_lost
         self.mix = [(term.name, term.weight) for term in config.loss.mix]
         self.acceptance = AcceptanceMetrics(config.val.draft_steps)
         self.clipped_steps = 0
@@ -72,6 +75,8 @@ class DrafterModule(lightning.LightningModule):
         checkpoint["eagle3"] = self.provenance
 
     def training_step(self, window: Window, batch_idx: int) -> dict[str, Any]:
+        for line in window.bad_samples:
+            print(f"warning: skipped a bad sample: {line}", flush=True)
         packs = [pack.trim() for pack in window.packs]
         counts = self._global_counts(packs, len(window.bad_samples))
         sums = torch.zeros(self.config.ttt_steps + 1, device=self.device, dtype=torch.float64)
@@ -140,6 +145,7 @@ class DrafterModule(lightning.LightningModule):
             "data/pack_fill": counts.rows / capacity,
             "data/supervised_frac": supervised / max(counts.rows, 1),
             "data/bad_samples": float(counts.bad_samples),
+            "data/tokens_lost": float(self.tokens_lost),
         }
         if self._windows_seen % self.config.trainer.log_every_steps == 0:
             values |= self._update_ratios()
@@ -172,6 +178,7 @@ class DrafterModule(lightning.LightningModule):
                 pack.aux_hidden.to(self._compute_dtype),
                 ttt_steps=self.config.val.draft_steps,
                 mix=self.mix,
+                with_overlap=True,
             )
             self.acceptance.update(pack, results)
 

@@ -23,7 +23,7 @@ from eagle3.dims import AuxHidden
 from eagle3.model.drafter import Drafter
 from eagle3.model.ttt import StepRows, step_rows, unroll
 from eagle3.model.verifier_head import VerifierHead
-from eagle3.ops.distillation import RowStatistics, distillation_loss, row_statistics
+from eagle3.ops.distillation import distillation_loss, overlap
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,19 @@ class StepResult:
 
     rows: StepRows
     losses: Float[Tensor, " R"]
-    statistics: RowStatistics
+    draft_best: Int[Tensor, " R"]
+    """Draft id of the drafter's best token."""
+    verifier_best: Int[Tensor, " R"]
+    """Draft id of the verifier's best token within the draft vocabulary."""
     covered: Bool[Tensor, " R"]
     """The verifier's true token lies in the draft vocabulary."""
+    overlap: Float[Tensor, " R"] | None
+    """sum_v min(p_v, q_v); measured in validation only, since it costs two softmaxes a row."""
 
     @property
     def correct(self) -> Bool[Tensor, " R"]:
         """Top-1 agreement; a row whose true token the drafter cannot say counts as wrong."""
-        same = self.statistics.draft_argmax == self.statistics.verifier_argmax
-        return same & self.covered
+        return (self.draft_best == self.verifier_best) & self.covered
 
 
 def row_counts(packs: Sequence[PackedBatch], ttt_steps: int) -> Int[Tensor, " S"]:
@@ -59,6 +63,7 @@ def run_pack(
     *,
     ttt_steps: int,
     mix: Sequence[tuple[str, float]],
+    with_overlap: bool = False,
 ) -> list[StepResult]:
     """Unroll one trimmed pack and judge every row that a loss reads.
 
@@ -69,6 +74,7 @@ def run_pack(
     place = torch.zeros(len(batch), dtype=torch.int64, device=gated.device)
     place[gated] = torch.arange(gated.numel(), device=gated.device)
     verifier_GV = head(batch.last_hidden[gated])
+    best_G = verifier_GV.argmax(-1)
     covered_G = covered_rows(batch, gated, drafter.t2d, head)
     results = []
     for step, hidden_TH in enumerate(unroll(drafter, batch, aux_hidden, ttt_steps)):
@@ -80,8 +86,10 @@ def run_pack(
             StepResult(
                 rows=rows,
                 losses=distillation_loss(draft_RV, verifier_RV, mix),
-                statistics=row_statistics(draft_RV, verifier_RV),
+                draft_best=draft_RV.detach().argmax(-1),
+                verifier_best=best_G[targets],
                 covered=covered_G[targets],
+                overlap=overlap(draft_RV, verifier_RV) if with_overlap else None,
             )
         )
     return results

@@ -1,8 +1,8 @@
 """Token files: one document a line, as a verifier wrote it.
 
-A line of a ``.jsonl`` or ``.jsonl.gz`` file is ``{"ids": [...], "n": 41, "kind": "math"}``: all token
-ids of the document, the number of prompt tokens in front, and optionally a source label. Other keys
-are for people.
+A line of a ``.jsonl`` or ``.jsonl.gz`` file is ``{"ids": [...], "n": 41, "kind": "math"}``: all
+token ids of the document, the number of prompt tokens in front, and optionally a source label.
+Other keys are for people.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,13 @@ def _parse(line: str, place: str) -> TokenSequence:
     try:
         fields = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{place}: not JSON ({error}). Expected an object with ids and n.") from error
-    ids, prompt_length = (fields.get(k) if isinstance(fields, dict) else None for k in ("ids", "n"))
+        raise DataError(
+            f"{place}: not JSON ({error}). Expected an object with ids and n."
+        ) from error
+    if not isinstance(fields, dict):
+        raise DataError(f"{place}: {_shown(fields)}, expected an object with ids and n.")
+    ids: Any = fields.get("ids")
+    prompt_length: Any = fields.get("n")
     if not _is_id_list(ids):
         raise DataError(f"{place}: key 'ids' is {_shown(ids)}, expected a list of at least one id.")
     if type(prompt_length) is not int or not 0 <= prompt_length <= len(ids):
@@ -107,8 +113,7 @@ def spread_subset(
     draw = random.Random(seed)
     bounds = [block * count // wanted for block in range(wanted + 1)]
     return tuple(
-        sequences[start + int(draw.random() * (end - start))]
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        sequences[start + int(draw.random() * (end - start))] for start, end in pairwise(bounds)
     )
 
 

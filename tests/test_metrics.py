@@ -13,7 +13,6 @@ from eagle3.data.batch import PackedBatch
 from eagle3.metrics import AcceptanceMetrics
 from eagle3.model.ttt import step_rows
 from eagle3.objective import StepResult, covered_rows
-from eagle3.ops.distillation import RowStatistics
 from eagle3.replay import answer_rows, replay
 from tests.helpers import make_document, pack, tiny_head
 
@@ -31,12 +30,10 @@ def judged(
             StepResult(
                 rows=rows,
                 losses=torch.full((len(agree),), 2.0 + step),
-                statistics=RowStatistics(
-                    draft_argmax=agree,
-                    verifier_argmax=torch.ones_like(agree),
-                    overlap=torch.full((len(agree),), 0.5),
-                ),
+                draft_best=agree,
+                verifier_best=torch.ones_like(agree),
                 covered=cover[rows.targets],
+                overlap=torch.full((len(agree),), 0.5),
             )
         )
     return out

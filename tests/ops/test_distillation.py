@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eagle3.errors import ConfigError
-from eagle3.ops.distillation import LOSSES, distillation_loss, reference, row_statistics
+from eagle3.ops.distillation import LOSSES, distillation_loss, overlap, reference
 
 
 def _logits(rows: int, vocab: int = 11, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def test_gradcheck(name: str) -> None:
 def test_gradcheck_of_the_hybrid_with_its_weight_held() -> None:
     """Its weight is a constant of the step, so only a fixed weight can be differenced."""
     draft, verifier = _logits(rows=4, vocab=6)
-    weight = torch.exp(-3 * row_statistics(draft, verifier).overlap)
+    weight = torch.exp(-3 * overlap(draft, verifier))
 
     def held(logits: Tensor) -> Tensor:
         kl = distillation_loss(logits, verifier, [("kl", 1.0)])
@@ -212,30 +212,23 @@ def test_losses_are_bounded_and_ordered(seed: int, scale: float) -> None:
     draft, verifier = _logits(rows=5, seed=seed)
     draft, verifier = scale * draft.detach(), scale * verifier
     value = {name: distillation_loss(draft, verifier, [(name, 1.0)]) for name in LOSSES}
-    overlap = row_statistics(draft, verifier).overlap
+    shared = overlap(draft, verifier)
     slack = 1e-9
     assert all((loss >= -slack).all() for loss in value.values())
     assert (value["tv"] <= 1 + slack).all()
     assert (value["js"] <= math.log(2) + slack).all()
     assert (2 * value["tv"] ** 2 <= value["kl"] + slack).all()
-    torch.testing.assert_close(1 - value["tv"], overlap, rtol=0, atol=1e-10)
-    torch.testing.assert_close(torch.exp(-value["nla"]), overlap, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(1 - value["tv"], shared, rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.exp(-value["nla"]), shared, rtol=1e-9, atol=1e-12)
 
 
-def test_row_statistics_by_hand() -> None:
+def test_overlap_by_hand() -> None:
     verifier = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]).log().requires_grad_()
     draft = torch.tensor([[0.2, 0.7, 0.1], [0.1, 0.1, 0.8]]).log().requires_grad_()
-    statistics = row_statistics(draft, verifier)
-    assert statistics.draft_argmax.tolist() == [1, 2]
-    assert statistics.verifier_argmax.tolist() == [0, 2]
-    assert statistics.draft_argmax.dtype == statistics.verifier_argmax.dtype == torch.int64
-    torch.testing.assert_close(statistics.overlap, torch.tensor([0.2 + 0.3 + 0.1, 1.0]))
-    assert not statistics.overlap.requires_grad
-
-
-def test_row_statistics_of_no_rows() -> None:
-    statistics = row_statistics(torch.empty(0, 5), torch.empty(0, 5))
-    assert statistics.draft_argmax.shape == statistics.overlap.shape == (0,)
+    shared = overlap(draft, verifier)
+    torch.testing.assert_close(shared, torch.tensor([0.2 + 0.3 + 0.1, 1.0]))
+    assert not shared.requires_grad
+    assert overlap(torch.empty(0, 5), torch.empty(0, 5)).shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -91,41 +90,36 @@ def test_a_mistake_that_ranks_find_keeps_its_code_and_has_no_traceback(world: Ti
     assert "Traceback" not in done.stderr
 
 
-def test_nohup_keeps_a_run_with_wandb_when_the_terminal_goes(world: TinyWorld) -> None:
-    command = world.command("logger.wandb=offline", "epochs=40", *SHORT[::2])
-    process = subprocess.Popen(
-        ["nohup", *command],
+def run_and_signal(world: TinyWorld, signum: int, command: list[str]) -> tuple[int, str]:
+    """Send a signal to a run at its second step; exit code and output."""
+    with subprocess.Popen(
+        command,
         cwd=world.root,
         env=clean_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if line.startswith("step 2/"):
-            os.kill(process.pid, signal.SIGHUP)
-    assert process.wait(timeout=60) == 0, "".join(seen)
-    assert any(line.startswith("next:") for line in seen)
+    ) as process:
+        assert process.stdout is not None
+        seen = []
+        for line in process.stdout:
+            seen.append(line)
+            if line.startswith("step 2/"):
+                process.send_signal(signum)
+    return process.returncode, "".join(seen)
+
+
+def test_nohup_keeps_a_run_with_wandb_when_the_terminal_goes(world: TinyWorld) -> None:
+    command = ["nohup", *world.command("logger.wandb=offline", *SHORT)]
+    code, output = run_and_signal(world, signal.SIGHUP, command)
+    assert code == 0, output
+    assert "\nnext:" in output
     (folder,) = world.run_folders()
     assert read_offline_run(folder).exit_code == 0
 
 
 def test_sigterm_ends_a_run_with_its_code(world: TinyWorld) -> None:
-    command = world.command("epochs=5000", *SHORT[::2])
-    process = subprocess.Popen(
-        command,
-        cwd=world.root,
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 2/"):
-            process.terminate()
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    code, output = run_and_signal(world, signal.SIGTERM, world.command(*SHORT, "epochs=5000"))
+    assert code == 128 + signal.SIGTERM, output
+    assert "\nnext:" not in output

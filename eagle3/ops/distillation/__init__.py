@@ -18,10 +18,8 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle3.dims import Logits, RowLoss
@@ -30,18 +28,6 @@ from eagle3.ops.distillation import reference
 
 LOSSES: tuple[str, ...] = tuple(reference.DIVERGENCES)
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"reference": reference.mixed_loss}
-
-
-@dataclass(frozen=True)
-class RowStatistics:
-    """What acceptance metrics need of each row; no gradients."""
-
-    draft_argmax: Int[Tensor, " R"]
-    """int64, draft id of the drafter's best token."""
-    verifier_argmax: Int[Tensor, " R"]
-    """int64, draft id of the verifier's best token in the draft vocabulary."""
-    overlap: Float[Tensor, " R"]
-    """sum of min(p, q) in float32 at least: the acceptance rate of sampled drafts."""
 
 
 def distillation_loss(
@@ -99,11 +85,6 @@ def check_mix(mix: Sequence[tuple[str, float]]) -> None:
 
 
 @torch.no_grad()
-def row_statistics(draft_logits: Logits, verifier_logits: Logits) -> RowStatistics:
-    """Best tokens of both sides and their overlap, without gradients."""
-    rows = reference.Distributions(draft_logits, verifier_logits)
-    return RowStatistics(
-        draft_argmax=draft_logits.argmax(dim=-1),
-        verifier_argmax=rows.verifier_argmax,
-        overlap=rows.overlap,
-    )
+def overlap(draft_logits: Logits, verifier_logits: Logits) -> RowLoss:
+    """sum_v min(p_v, q_v) of each row, float32 at least: the acceptance rate of sampled drafts."""
+    return reference.Distributions(draft_logits, verifier_logits).overlap
