@@ -32,6 +32,11 @@ class Progress:
         )
 
 
+def print_line(line: str) -> None:
+    """Print at once, also when standard output is a file."""
+    print(line, flush=True)
+
+
 def size(num_bytes: float) -> str:
     """Bytes for people."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -195,7 +195,7 @@ class CaptureConfig:
     """Layers whose entering residual stream is stored."""
     num_samples: int | None = None
     """Use so many token sequences; null: all."""
-    batch_tokens: int = 4096
+    batch_tokens: int = 1024
     """Tokens of one prefill batch, padding included."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
-from eagle3.callbacks import Progress, Throughput, checkpoint_callbacks
+from eagle3.callbacks import AtomicCheckpointIO, Progress, Throughput, checkpoint_callbacks
 from eagle3.checks import accumulate
 from eagle3.config import Config
 from eagle3.distributed import Ranks, placement, ranks_from_environment
@@ -67,6 +67,7 @@ def _fit(config: Config, run: Run, loggers: Loggers) -> float:
         max_steps=config.trainer.max_steps or -1,
         logger=loggers.lightning or False,
         callbacks=callbacks,
+        plugins=[AtomicCheckpointIO()],
         log_every_n_steps=config.trainer.log_every_steps,
         default_root_dir=run.directory,
         reload_dataloaders_every_n_epochs=1,

@@ -98,7 +98,8 @@ def build_data(
         max_seq_len=config.max_seq_len,
         val_max_seq_len=config.val.max_seq_len,
         ttt_steps=config.ttt_steps,
-        draft_steps=config.val.draft_steps,
+        # the replay of a round looks at the gate of the row after, also with one draft a round
+        draft_steps=max(config.val.draft_steps, 2),
         long_documents=data.long_documents,
         split_context_tokens=data.split_context_tokens,
         val_ratio=data.val_ratio,

@@ -28,7 +28,7 @@ from eagle3.capture_config import (
     read_existing,
     write_config,
 )
-from eagle3.capture_progress import Progress, size
+from eagle3.capture_progress import Progress, print_line, size
 from eagle3.document_files import is_whole, remove_leftovers, save_document, stored_bytes
 from eagle3.errors import ConfigError, DataError
 from eagle3.locking import exclusive
@@ -41,7 +41,6 @@ from eagle3.tokens import (
 )
 from eagle3.verifier.base import VerifierDescription, describe_verifier
 from eagle3.verifier.huggingface import HuggingFaceVerifier
-from eagle3.verifier.smollm2 import print_line
 
 __all__ = [
     "CaptureSummary",

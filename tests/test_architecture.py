@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+
+from eagle3.config import Config
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "eagle3"
@@ -127,3 +131,24 @@ def test_no_file_name_breaks_an_override() -> None:
     )
     names = listed.stdout.splitlines() or [str(path) for path in SOURCES]
     assert not [name for name in names if "=" in name]
+
+
+def test_every_option_is_read_somewhere() -> None:
+    """An option that nothing reads would be accepted and do nothing."""
+    read = {
+        node.attr
+        for path in MODULES
+        if module_name(path) not in {"eagle3.config", "eagle3.checks"}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    assert {f.name for f in leaf_fields(Config)} - read == set()
+
+
+def leaf_fields(schema: type) -> Iterator[dataclasses.Field[object]]:
+    types = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(types[field.name]):
+            yield from leaf_fields(types[field.name])
+        else:
+            yield field

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eagle3.data.bad_samples import BadSamples
 from eagle3.data.batch import PackedBatch
-from eagle3.data.declaration import Declaration
+from eagle3.data.declaration import Declaration, is_unfinished
 from eagle3.data.formats import StateLayout, list_documents
 from eagle3.data.index import ShardDescription, validation_documents
 from eagle3.data.loader import PackReader, WindowLoader
@@ -78,7 +78,8 @@ class ShardDataModule(lightning.LightningDataModule):
         rank: global rank.
         world_size: number of ranks.
         pin_memory: read into page-locked memory.
-        capture: makes the files of ``shards`` where there are none; None: that is an error.
+        capture: makes the files of ``shards`` where there are none, or goes on with a capture that
+            was interrupted; None: both are errors.
     """
 
     def __init__(
@@ -140,7 +141,8 @@ class ShardDataModule(lightning.LightningDataModule):
 
     def prepare_data(self) -> None:
         """On one process: capture missing files, and index, so that other ranks find the index."""
-        if self._capture is not None and not list_documents(self._directory):
+        missing = not list_documents(self._directory) or is_unfinished(self._directory)
+        if self._capture is not None and missing:
             self._capture()
         self.setup()
 

@@ -22,6 +22,8 @@ from eagle3.errors import DataError
 from eagle3.names import LastHidden, LayerIdConvention
 
 CONFIG_NAME = "data_config.json"
+STARTED_NAME = ".capture.json"
+"""Stands beside the files of one of our captures until it is complete."""
 FORMAT_VERSION = 1
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -74,9 +76,15 @@ def read_declaration(directory: Path, num_aux_layers: int) -> StoredDeclaration:
 
     Raises:
         DataError: not JSON, an unknown format version, ids that are not K or K + 1 ascending
-            integers, or an unknown choice.
+            integers, an unknown choice, or a capture that is not complete.
     """
     path = directory / CONFIG_NAME
+    if is_unfinished(directory):
+        raise DataError(
+            f"{directory}: found the files of a capture that was interrupted ({STARTED_NAME}), "
+            "expected a complete one. Start the run or the capture that made them again; it goes "
+            "on where it stopped."
+        )
     if not path.is_file():
         return StoredDeclaration()
     content = _read_json(path)
@@ -98,6 +106,11 @@ def read_declaration(directory: Path, num_aux_layers: int) -> StoredDeclaration:
     return StoredDeclaration(
         Declaration(ids, convention, last_hidden), None if writer is None else str(writer)
     )
+
+
+def is_unfinished(directory: Path) -> bool:
+    """One of our own captures was interrupted here, or is still running."""
+    return (directory / STARTED_NAME).exists()
 
 
 def check_layer_ids(ids: Any, counts: Sequence[int], where: str) -> tuple[int, ...]:

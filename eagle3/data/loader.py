@@ -72,7 +72,7 @@ class PackReader:
             raise DataError(
                 f"{self.shards.directory / name}: found {len(sample)} tokens in "
                 f"{sample.last_hidden.dtype}, expected {length} in {self.index.dtype} as indexed: "
-                "the file was replaced during the run. Start again."
+                "the file was replaced. Start again; if that does not help, delete paths.cache."
             )
         return replace(sample, loss_mask=apply_train_on(sample.loss_mask, self.train_on))
 

@@ -112,8 +112,8 @@ def packing_report(
 def validation_plan(documents: Sequence[Pack], max_seq_len: int, world_size: int) -> EpochPlan:
     """Deal whole documents over ranks, one pack a step, as many steps on every rank.
 
-    The order is fixed, and the segments of a document come in order on one rank. A segment that is
-    not the last of its document fills a pack alone, so ordering packs by the latest start does it.
+    The order is fixed, and the segments of a document come in order on one rank: all but the last
+    fill a pack alone, and full packs are laid first.
     """
     dealt: list[list[Segment]] = [[] for _ in range(world_size)]
     loads = [(0, rank) for rank in range(world_size)]
@@ -122,8 +122,6 @@ def validation_plan(documents: Sequence[Pack], max_seq_len: int, world_size: int
         dealt[rank].extend(segments)
         heapq.heappush(loads, (rows + sum(s.rows for s in segments), rank))
     packs = [best_fit_decreasing(segments, max_seq_len) for segments in dealt]
-    for rank_packs in packs:
-        rank_packs.sort(key=lambda pack: (max(s.start for s in pack), pack[0].document))
     steps = max(len(rank_packs) for rank_packs in packs)
     interleaved = tuple(
         rank_packs[step] if step < len(rank_packs) else ()

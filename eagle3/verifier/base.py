@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,16 @@ class Verifier(Protocol):
     ) -> list[CapturedStates]:
         """Prefill a batch of documents; layer id k is the residual stream entering layer k."""
         ...
+
+
+def require_extra(*modules: str) -> None:
+    """Raise :class:`VerifierError` that names the remedy when an optional module is missing."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise VerifierError(
+            f"Running a verifier needs {' and '.join(missing)}, not installed here. "
+            "Install with: pip install 'eagle3[verifier]'"
+        )
 
 
 def describe_verifier(directory: Path) -> VerifierDescription:

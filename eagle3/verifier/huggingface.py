@@ -25,8 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.errors import VerifierError
-from eagle3.verifier.base import CapturedStates, VerifierDescription, describe_verifier
-from eagle3.verifier.smollm2 import require_extra
+from eagle3.verifier.base import (
+    CapturedStates,
+    VerifierDescription,
+    describe_verifier,
+    require_extra,
+)
 
 
 class HuggingFaceVerifier:
@@ -52,7 +56,9 @@ class HuggingFaceVerifier:
         self._description = describe_verifier(directory)
         require_extra("transformers")
         from transformers import AutoModel
+        from transformers.utils import logging as transformers_logging
 
+        transformers_logging.disable_progress_bar()  # ours are plain lines
         self.device = torch.device(device)
         self.decoder = AutoModel.from_pretrained(
             directory, dtype=dtype, attn_implementation="sdpa", local_files_only=True

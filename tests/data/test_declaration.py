@@ -57,6 +57,12 @@ def test_own_capture_declares_everything(tmp_path: Path) -> None:
     assert set(resolved.declared_by.values()) == {"data_config.json"}
 
 
+def test_interrupted_capture_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / ".capture.json").write_text("{}")
+    with pytest.raises(DataError, match="goes on where it stopped"):
+        read_declaration(tmp_path, 3)
+
+
 def test_last_of_four_ids_belongs_to_the_last_state(tmp_path: Path) -> None:
     write_config(tmp_path, layer_ids=[2, 30, 58, 60])
     stored = read_declaration(tmp_path, 3)

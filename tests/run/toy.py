@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader
 
-from eagle3.callbacks.checkpoints import AtomicCheckpointIO
+from eagle3.callbacks import AtomicCheckpointIO
 from eagle3.data.batch import Window
 
 STEPS_PER_EPOCH = 4
