@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +85,13 @@ def to_config(composed: DictConfig) -> Config:
         raise ConfigError(_wrong_value(error)) from error
     assert isinstance(config, Config)
     return config
+
+
+def compose_config(overrides: Sequence[str] = ()) -> Config:
+    """What the command line composes from ``overrides``, for notebooks, scripts and tests."""
+    register_schema()
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose(CONFIG_NAME, list(overrides)))
 
 
 def load_config(path: Path) -> Config:

@@ -11,10 +11,18 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
-from eagle3.callbacks import AtomicCheckpointIO, Progress, Throughput, checkpoint_callbacks
+from eagle3.callbacks import (
+    AtomicCheckpointIO,
+    Progress,
+    Throughput,
+    ValidationSchedule,
+    checkpoint_callbacks,
+)
+from eagle3.callbacks.tables import Tables
 from eagle3.checks import accumulate
 from eagle3.config import Config
 from eagle3.distributed import Ranks, placement, ranks_from_environment
+from eagle3.examples import decoder
 from eagle3.inputs import Inputs, load_inputs
 from eagle3.loggers import Loggers, start_loggers
 from eagle3.module import DrafterModule
@@ -103,10 +111,12 @@ def plan_lines(config: Config, inputs: Inputs, schedule: LrSchedule, ranks: Rank
 def build_callbacks(
     config: Config, run: Run, inputs: Inputs, schedule: LrSchedule
 ) -> list[Callback]:
-    """Throughput, progress and checkpoints; the order matters to progress."""
+    """Throughput, progress, validation and checkpoints; the order matters to progress."""
     throughput = Throughput(schedule.total_steps, inputs.data.steps_in_epoch(0))
+    validation = ValidationSchedule(config.val.every_steps, schedule.total_steps)
     checkpoints = checkpoint_callbacks(run.directory / "checkpoints")
-    return [throughput, Progress(throughput, config.epochs), *checkpoints]
+    tables = Tables(run.directory, decoder(inputs.verifier), inputs.parameters)
+    return [throughput, Progress(throughput, config.epochs), validation, tables, *checkpoints]
 
 
 def _provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
@@ -134,6 +144,8 @@ def quiet_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     # Lightning's use of a torch interface that is on its way out; nothing a user can mend.
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated")
+    # Every figure is reduced before it is logged, see the module and the metrics.
+    warnings.filterwarnings("ignore", message=r"It is recommended to use .*sync_dist=True")
 
 
 def _say_nothing(_: str) -> None:

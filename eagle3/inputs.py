@@ -18,6 +18,7 @@ from eagle3.data.vocab import VocabMap, load_vocab_map, save_vocab_map
 from eagle3.demo import SourcePaths, capture_shards, prepare_verifier, source_paths
 from eagle3.distributed import Ranks
 from eagle3.model.build import (
+    ParameterRow,
     build_drafter,
     build_verifier_head,
     check_sizes,
@@ -48,6 +49,8 @@ class Inputs:
     """Share of supervised training tokens that the draft vocabulary holds."""
     total_steps: int
     """Optimizer steps of the run, from the plan of every epoch."""
+    parameters: list[ParameterRow]
+    verifier: Path
 
 
 def load_inputs(config: Config, run: Run, ranks: Ranks, precision: Precision, say: Say) -> Inputs:
@@ -69,12 +72,21 @@ def load_inputs(config: Config, run: Run, ranks: Ranks, precision: Precision, sa
     )
     if run.is_main:
         save_vocab_map(run.directory / VOCAB_FILE, vocab)
-    drafter, head = _models(config, paths, vocab, data, precision, say)
+    drafter, head, parameters = _models(config, paths, vocab, data, precision)
+    for line in table_lines(parameters):
+        say(line)
     _probe(config, data, head, vocab, say)
     steps = data.total_steps(config.epochs)
     limit = config.trainer.max_steps
     return Inputs(
-        data, vocab, drafter, head, coverage, steps if limit is None else min(steps, limit)
+        data=data,
+        vocab=vocab,
+        drafter=drafter,
+        head=head,
+        vocab_coverage=coverage,
+        total_steps=steps if limit is None else min(steps, limit),
+        parameters=parameters,
+        verifier=paths.verifier,
     )
 
 
@@ -133,8 +145,7 @@ def _models(
     vocab: VocabMap,
     data: ShardDataModule,
     precision: Precision,
-    say: Say,
-) -> tuple[Drafter, VerifierHead]:
+) -> tuple[Drafter, VerifierHead, list[ParameterRow]]:
     """Drafter and head; frozen tensors are bfloat16 where compute is, else float32."""
     frozen = torch.bfloat16 if precision is Precision.bf16_mixed else torch.float32
     weights = load_verifier_weights(paths.verifier, frozen)
@@ -142,9 +153,7 @@ def _models(
     head = build_verifier_head(
         vocab, weights, data.description.last_hidden, full=config.val.full_verifier_head
     )
-    for line in table_lines(parameter_table(drafter, head, weights.names)):
-        say(line)
-    return drafter, head
+    return drafter, head, parameter_table(drafter, head, weights.names)
 
 
 def _probe(

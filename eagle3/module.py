@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eagle3.config import Config
 from eagle3.data.batch import PackedBatch, Window
+from eagle3.examples import Example, pick_examples
 from eagle3.metrics import AcceptanceMetrics
 from eagle3.model.drafter import Drafter
 from eagle3.model.noise import noisy
@@ -63,6 +64,7 @@ class DrafterModule(lightning.LightningModule):
         self.tokens_lost = tokens_lost
         self.mix = [(term.name, term.weight) for term in config.loss.mix]
         self.acceptance = AcceptanceMetrics(config.val.draft_steps)
+        self.examples: list[Example] = []
         self.clipped_steps = 0
         self.skipped_steps = 0
         self.bad_samples = 0
@@ -181,6 +183,8 @@ class DrafterModule(lightning.LightningModule):
                 with_overlap=True,
             )
             self.acceptance.update(pack, results)
+            if batch_idx == 0:
+                self.examples = pick_examples(pack, results, self.drafter.d2t)
 
     def on_validation_epoch_end(self) -> None:
         values = {f"val/{name}": value for name, value in self.acceptance.compute().items()}

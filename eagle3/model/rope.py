@@ -85,7 +85,7 @@ def rope_from_hf(config: dict[str, Any]) -> RopeConfig:
     Raises :class:`ConfigError` for a rope type we do not know, instead of training a wrong one.
     """
     found = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    kind = found.get("rope_type", found.get("type", "default"))
+    kind = str(found.get("rope_type") or found.get("type") or "default")
     if kind not in RopeType.__members__:
         raise ConfigError(
             f"rope type {kind!r} is not known; known: {', '.join(RopeType.__members__)}. "

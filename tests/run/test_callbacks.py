@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3.callbacks import Progress, Throughput, checkpoint_callbacks
+from eagle3.callbacks import Progress, Throughput, ValidationSchedule, checkpoint_callbacks
 from eagle3.callbacks.checkpoints import AtomicCheckpointIO
 from eagle3.callbacks.progress import duration, share, thousands, training_line
 from eagle3.callbacks.throughput import Meter, StepTiming
@@ -163,6 +163,27 @@ def test_throughput_is_logged_under_its_names(tmp_path: Path) -> None:
     assert last["perf/step_s_p95"] == 0.5
     assert last["perf/eta_h"] == 0.0
     assert last["perf/mem_GiB"] > 0.05
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "max_steps", "validated"),
+    [
+        (None, -1, [4, 8, 12]),
+        (3, -1, [3, 4, 6, 8, 9, 12]),
+        (5, -1, [4, 5, 8, 10, 12]),
+        (None, 2, [2]),
+        (3, 7, [3, 4, 6, 7]),
+    ],
+)
+def test_validation_runs_at_ends_and_every_so_many_steps(
+    every_steps: int | None, max_steps: int, validated: list[int], tmp_path: Path
+) -> None:
+    total = max_steps if max_steps > 0 else 3 * STEPS_PER_EPOCH
+    callbacks = [ValidationSchedule(every_steps, total), Throughput(total, STEPS_PER_EPOCH)]
+    logger = CsvLogger(tmp_path / "metrics.csv")
+    module = ToyModule([1.0] * 6)
+    train_toy(tmp_path, module, callbacks=callbacks, loggers=[logger], max_steps=max_steps)
+    assert series(read_metrics(tmp_path), "val/accuracy")[0] == validated
 
 
 def test_the_best_checkpoint_holds_the_value_just_validated(tmp_path: Path) -> None:

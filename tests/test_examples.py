@@ -1,0 +1,42 @@
+"""The rows people read after a validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from eagle3.examples import decoder, pick_examples, table
+from eagle3.objective import run_pack
+from tests.helpers import make_document, pack, tiny_drafter, tiny_head
+
+
+def test_examples_are_the_judged_rows() -> None:
+    drafter, head = tiny_drafter(), tiny_head()
+    batch = pack([make_document(9, 1), make_document(30, 2)])
+    results = run_pack(
+        drafter, head, batch, batch.aux_hidden, ttt_steps=3, mix=[("kl", 1.0)], with_overlap=True
+    )
+    examples = pick_examples(batch, results, drafter.d2t, count=5)
+    assert len(examples) == 5
+    assert examples == pick_examples(batch, results, drafter.d2t, count=5)
+    selected = set((drafter.d2t + torch.arange(len(drafter.d2t))).tolist())
+    tokens = batch.input_ids.tolist()
+    for example in examples:
+        assert len(example.draft) == len(example.verifier) == 3
+        assert set(example.draft) | set(example.verifier) <= selected
+        hits = [a == b for a, b in zip(example.draft, example.verifier, strict=True)]
+        assert example.accepted <= (hits + [False]).index(False)
+        text = " ".join(map(str, tokens))
+        assert " ".join(map(str, example.context)) in text
+    first = results[0].rows.starts[0]
+    logits = head(batch.last_hidden[first : first + 3])
+    assert examples[0].verifier == tuple(
+        (logits.argmax(-1) + drafter.d2t[logits.argmax(-1)]).tolist()
+    )
+
+
+def test_without_a_tokenizer_the_ids_are_shown(tmp_path: Path) -> None:
+    decode = decoder(tmp_path)
+    assert decode([3, 4]) == "3 4"
+    assert table([], decode) == (["context", "verifier", "draft", "accepted"], [])
