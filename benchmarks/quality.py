@@ -72,8 +72,10 @@ def main() -> int:
         if not args.quick:
             more = max(epochs, int(epochs / result["cpu_ratio_equal_epochs"]))
             longer, cpu = train(work, overrides, more)
-            print(f"\nat equal CPU seconds: {more} epochs in {cpu:.0f} CPU s, the recorded run used "
-                  f"{PEER_CPU_S_PER_EPOCH * epochs:.0f} CPU s for {epochs}")
+            print(
+                f"\nat equal CPU seconds: {more} epochs in {cpu:.0f} CPU s, the recorded run used "
+                f"{PEER_CPU_S_PER_EPOCH * epochs:.0f} CPU s for {epochs}"
+            )
             print_epochs(longer[-1:], cpu)
             result["pooled_minus_1_ratio_equal_cpu"] = (longer[-1].pooled - 1) / (PEER[-1][4] - 1)
             result["accuracy_ratio_equal_cpu"] = longer[-1].full_acc[0] / PEER[-1][1]

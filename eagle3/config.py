@@ -14,6 +14,7 @@ from eagle3.names import (
     Accelerator,
     Arch,
     AttentionImpl,
+    BodyInit,
     CaptureSource,
     LastHidden,
     LayerIdConvention,
@@ -108,6 +109,7 @@ class ModelConfig:
     sliding_window: int | None = None
     """Keys visible to a query, in token positions; null: all."""
     norm_layout: NormPreset = NormPreset.portable
+    body_init: BodyInit = BodyInit.logit_lens
     lm_head_init: LmHeadInit = LmHeadInit.verifier
     lm_head_trainable: bool = True
     attention: AttentionImpl = AttentionImpl.merged

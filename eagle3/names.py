@@ -62,6 +62,18 @@ class LmHeadInit(StrEnum):
     random = "random"
 
 
+class BodyInit(StrEnum):
+    """Where ``fc`` and the final norm start.
+
+    ``logit_lens``: ``fc`` passes the highest aux state through, beside small random weights, and
+    the final norm is the verifier's, so that with the verifier's head rows the untrained drafter
+    reads that state as a logit lens does.
+    """
+
+    logit_lens = "logit_lens"
+    random = "random"
+
+
 class AttentionImpl(StrEnum):
     """Implementation of the TTT attention, see :mod:`eagle3.ops.ttt_attention`."""
 

@@ -26,7 +26,7 @@ def test_examples_are_the_judged_rows() -> None:
         assert len(example.draft) == len(example.verifier) == 3
         assert set(example.draft) | set(example.verifier) <= selected
         hits = [a == b for a, b in zip(example.draft, example.verifier, strict=True)]
-        assert example.accepted <= (hits + [False]).index(False)
+        assert example.accepted <= [*hits, False].index(False)
         text = " ".join(map(str, tokens))
         assert " ".join(map(str, example.context)) in text
     first = results[0].rows.starts[0]

@@ -13,7 +13,10 @@ from eagle3.errors import ConfigError
 from eagle3.model.drafter import Drafter
 from eagle3.model.verifier_head import VerifierHead
 from eagle3.model.weights import VerifierConfig, VerifierWeights
-from eagle3.names import LastHidden, LmHeadInit
+from eagle3.names import BodyInit, LastHidden, LmHeadInit
+
+_LENS_NOISE = 0.3
+"""Random part of ``fc`` beside the identity, over a plain random start."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,13 @@ def build_drafter(
     drafter.init_weights(torch.Generator().manual_seed(seed))
     drafter.embed_tokens = verifier.embed_tokens
     drafter.d2t, drafter.t2d = vocab.d2t.clone(), vocab.t2d.clone()
-    if config.lm_head_init is LmHeadInit.verifier:
-        with torch.no_grad():
+    with torch.no_grad():
+        if config.lm_head_init is LmHeadInit.verifier:
             drafter.lm_head.weight.copy_(verifier.head[vocab.selected])
+        if config.body_init is BodyInit.logit_lens:
+            drafter.fc.weight.mul_(_LENS_NOISE)
+            drafter.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+            drafter.norm.weight.copy_(verifier.norm)
     return drafter
 
 
@@ -71,18 +78,27 @@ def parameter_table(
 ) -> list[ParameterRow]:
     """Every tensor with its source: ``names`` are the verifier's checkpoint names."""
     head_rows = f"verifier {names['head']}, draft rows"
-    from_verifier = drafter.config.lm_head_init is LmHeadInit.verifier
+    sources = _sources(drafter.config, head_rows, names["norm"])
     rows = [
         _row("embed_tokens", drafter.embed_tokens, False, f"verifier {names['embed_tokens']}"),
         _row("verifier_head", head.weight, False, head_rows),
         _row("verifier_norm", head.norm_weight, False, f"verifier {names['norm']}"),
     ]
     for name, parameter in drafter.named_parameters():
-        source = "ones" if parameter.ndim == 1 else "random"
-        if name == "lm_head.weight" and from_verifier:
-            source = head_rows
+        source = sources.get(name, "ones" if parameter.ndim == 1 else "random")
         rows.append(_row(name, parameter, parameter.requires_grad, source))
     return rows
+
+
+def _sources(config: ModelConfig, head_rows: str, norm: str) -> dict[str, str]:
+    """Parameters that start neither at one nor at random."""
+    sources = {}
+    if config.lm_head_init is LmHeadInit.verifier:
+        sources["lm_head.weight"] = head_rows
+    if config.body_init is BodyInit.logit_lens:
+        sources["fc.weight"] = "identity on the last aux layer + random"
+        sources["norm.weight"] = f"verifier {norm}"
+    return sources
 
 
 def _row(name: str, tensor: Tensor, trainable: bool, source: str) -> ParameterRow:

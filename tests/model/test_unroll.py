@@ -10,13 +10,17 @@ from torch import Tensor
 
 from eagle3.config import ModelConfig
 from eagle3.data.batch import PackedBatch
+from eagle3.data.collate import collate
+from eagle3.data.formats import Sample
+from eagle3.data.packing import PackingRule, Segment, split_rows
 from eagle3.model.drafter import Drafter
 from eagle3.model.layers import NormLayout
 from eagle3.model.ttt import step_rows, unroll
-from eagle3.names import Arch, AttentionImpl
+from eagle3.names import Arch, AttentionImpl, LongDocuments
 from eagle3.objective import row_counts, run_pack, window_loss
 from tests.helpers import (
     TINY,
+    Document,
     make_document,
     pack,
     tiny_drafter,
@@ -169,3 +173,44 @@ def test_an_empty_pack_gives_exact_zeros_with_a_graph() -> None:
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None, name
         assert float(parameter.grad.abs().sum()) == 0.0, name
+
+
+@torch.no_grad()
+def test_a_split_document_drafts_as_a_server_that_lost_its_first_rows() -> None:
+    """Segments of a split against a server whose cache starts at the segment's first row.
+
+    With all earlier rows as context the segment's own rows equal the whole document's.
+    """
+    drafter, document, steps = tiny_drafter(), make_document(23, 12, mask=[1] * 23), 3
+    rule = PackingRule(
+        max_seq_len=14, long_documents=LongDocuments.split, split_context_tokens=4, steps=steps
+    )
+    for segments in (split_rows(0, 22, rule), _with_all_context(22)):
+        for segment in segments:
+            sample = Sample(
+                document.input_ids,
+                document.loss_mask,
+                (document.aux_hidden[segment.start : segment.stop + 1],),
+                document.last_hidden[segment.start : segment.stop + 1],
+            )
+            batch = collate([segment], [sample], max_seq_len=30).trim()
+            packed = packed_logits(drafter, batch, steps)
+            rest = Document(
+                document.input_ids[segment.start :],
+                document.loss_mask[segment.start :],
+                document.aux_hidden[segment.start :],
+                document.last_hidden[segment.start :],
+            )
+            served = draft_as_server(drafter, rest, steps)
+            for step in range(steps):
+                trained = step_rows(batch, step).starts.tolist()
+                owned = range(segment.own_start, min(segment.own_stop, 22 - step))
+                assert trained == [row - segment.start for row in owned]
+                for row in trained:
+                    torch.testing.assert_close(
+                        packed[step][row], served[row, step], rtol=0, atol=1e-4
+                    )
+
+
+def _with_all_context(rows: int) -> list[Segment]:
+    return [Segment(0, 0, 14, 0, 12), Segment(0, 0, rows, 12, rows)]

@@ -14,8 +14,9 @@ from eagle3.config import ModelConfig
 from eagle3.data.vocab import VocabMap
 from eagle3.errors import ConfigError, VerifierError
 from eagle3.model.build import build_drafter, build_verifier_head, check_sizes, parameter_table
+from eagle3.model.layers import rms_norm
 from eagle3.model.weights import load_verifier_weights, read_verifier_config
-from eagle3.names import LastHidden, LmHeadInit
+from eagle3.names import BodyInit, LastHidden, LmHeadInit
 from tests.helpers import TINY
 
 W, H = TINY.vocab_size, TINY.hidden_size
@@ -165,8 +166,10 @@ def test_table_says_what_trains_and_where_values_come_from(tmp_path: Path) -> No
     trained = {name for name, row in rows.items() if row.trainable}
     assert trained == {name for name, _ in drafter.named_parameters()}
     assert rows["lm_head.weight"].source == "verifier lm_head.weight, draft rows"
-    assert rows["fc.weight"].source == "random"
-    assert rows["norm.weight"].source == "ones"
+    assert rows["fc.weight"].source == "identity on the last aux layer + random"
+    assert rows["norm.weight"].source == "verifier model.norm.weight"
+    assert rows["layer.hidden_norm.weight"].source == "ones"
+    assert rows["layer.mlp.up_proj.weight"].source == "random"
 
 
 def test_draft_head_starts_at_the_verifiers_rows_and_never_ties(tmp_path: Path) -> None:
@@ -179,6 +182,26 @@ def test_draft_head_starts_at_the_verifiers_rows_and_never_ties(tmp_path: Path) 
     with torch.no_grad():
         drafter.lm_head.weight.zero_()
     assert torch.equal(weights.head, EMBED)
+
+
+def test_the_untrained_drafter_reads_the_last_aux_state_as_a_logit_lens(tmp_path: Path) -> None:
+    """With the layer silenced, its logits are close to those of the verifier's norm and head."""
+    weights = load_verifier_weights(write(tmp_path, NAMINGS["plain"]), torch.float32)
+    vocab = VocabMap.from_selected(torch.arange(20), W)
+    drafter = build_drafter(TINY, vocab, weights, seed=0)
+    aux = torch.randn(5, 3 * H, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        fused = drafter.fuse(aux)
+        cosine = torch.cosine_similarity(fused, aux[:, 2 * H :], dim=-1)
+        assert float(cosine.min()) > 0.8
+        drafter.fc.weight[:, : 2 * H] = 0
+        drafter.fc.weight[:, 2 * H :] = torch.eye(H)
+        lens = rms_norm(aux[:, 2 * H :], weights.norm, TINY.rms_norm_eps) @ weights.head[:20].T
+        torch.testing.assert_close(drafter.logits(drafter.fuse(aux)), lens)
+    plain = build_drafter(replace(TINY, body_init=BodyInit.random), vocab, weights, seed=0)
+    assert torch.equal(plain.norm.weight, torch.ones(H))
+    mixed = plain.fuse(aux).detach()
+    assert float(torch.cosine_similarity(mixed, aux[:, 2 * H :]).abs().max()) < 0.8
 
 
 def test_random_head_depends_on_the_seed_only(tmp_path: Path) -> None:
