@@ -35,7 +35,7 @@ def _train_on_ranks(config: Config, job: Job) -> float:
     if code:
         raise JobFailedError(code)
     best = read_json(run.directory, SUMMARY_FILE)["best/acceptance_replay"]
-    return float("nan") if best is None else float(best)
+    return 0.0 if best is None else float(best)
 
 
 if __name__ == "__main__":
