@@ -72,7 +72,7 @@ def trained(smollm2: Path, documents: list[Document]) -> Trained:
     optimizer = build_optimizer(drafter, OptimConfig(), 3e-3)
     batch = pack(documents[:TRAINED])
     counts = row_counts([batch], 2)
-    for _ in range(60):
+    for _ in range(110):
         results = run_pack(drafter, head, batch, batch.aux_hidden, ttt_steps=2, mix=MIX)
         loss = window_loss(results, counts, step_loss_decay=1.0, world_size=1)
         optimizer.zero_grad()
