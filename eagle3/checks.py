@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from eagle3.config import Config
 from eagle3.errors import ConfigError
@@ -13,6 +15,7 @@ from eagle3.ops.distillation import LOSSES
 _HOW_TO_SET = {
     "verifier": "paths.verifier=/directory/with/config.json and *.safetensors",
     "shards": "paths.shards=/directory/with/data_*.pt",
+    "val_shards": "paths.val_shards=/directory/with/data_*.pt",
     "vocab_map": "paths.vocab_map=/file/or/directory/with/d2t and t2d",
 }
 
@@ -26,6 +29,24 @@ def check(config: Config) -> None:
     problems = [problem for find in _CHECKS for problem in find(config)]
     if problems:
         raise ConfigError("\n       ".join(problems))
+
+
+def check_paths(config: Config) -> None:
+    """Refuse directories that are not there, before a run folder is made for them.
+
+    Raises:
+        ConfigError: one line per missing path.
+    """
+    wanted = ["val_shards", "vocab_map"]
+    if config.capture.source is CaptureSource.off:
+        wanted += ["verifier", "shards"]
+    missing = [
+        f"paths.{name}={path} does not exist: give {_HOW_TO_SET[name]}"
+        for name in wanted
+        if (path := getattr(config.paths, name)) is not None and not Path(path).exists()
+    ]
+    if missing:
+        raise ConfigError("\n       ".join(missing))
 
 
 def device_count(devices: object) -> int:
@@ -86,18 +107,22 @@ def _name(config: Config) -> Iterator[str]:
 
 def _ranges(config: Config) -> Iterator[str]:
     c, data, optim, val = config, config.data, config.optim, config.val
+    decay, rope = config.loss.step_loss_decay, config.model.rope
     for key, value, allowed, fits in (
-        ("lr", c.lr, "> 0", c.lr > 0),
+        ("lr", c.lr, "> 0 and finite", 0 < c.lr < math.inf),
         ("epochs", c.epochs, ">= 1", c.epochs >= 1),
         ("max_seq_len", c.max_seq_len, ">= 2", c.max_seq_len >= 2),
         ("ttt_steps", c.ttt_steps, ">= 1", c.ttt_steps >= 1),
-        ("noise_std", c.noise_std, ">= 0", c.noise_std >= 0),
+        ("noise_std", c.noise_std, ">= 0 and finite", 0 <= c.noise_std < math.inf),
+        ("seed", c.seed, "from 0 to 4294967295", 0 <= c.seed < 2**32),
         ("data.val_ratio", data.val_ratio, "in [0, 1)", 0 <= data.val_ratio < 1),
         ("data.max_bad_samples", data.max_bad_samples, ">= 0", data.max_bad_samples >= 0),
         ("data.num_workers", data.num_workers, ">= 1", data.num_workers >= 1),
         ("data.prefetch_windows", data.prefetch_windows, ">= 1", data.prefetch_windows >= 1),
         ("data.max_samples", data.max_samples, ">= 1 or null", _at_least_one(data.max_samples)),
-        ("loss.step_loss_decay", c.loss.step_loss_decay, "> 0", c.loss.step_loss_decay > 0),
+        ("loss.step_loss_decay", decay, "> 0 and finite", 0 < decay < math.inf),
+        ("model.rope.theta", rope.theta, "> 0 and finite", 0 < rope.theta < math.inf),
+        ("model.rope.factor", rope.factor, "> 0 and finite", 0 < rope.factor < math.inf),
         ("optim.warmup_ratio", optim.warmup_ratio, "in [0, 1)", 0 <= optim.warmup_ratio < 1),
         ("optim.min_lr_ratio", optim.min_lr_ratio, "in [0, 1]", 0 <= optim.min_lr_ratio <= 1),
         ("optim.weight_decay", optim.weight_decay, ">= 0", optim.weight_decay >= 0),
@@ -119,13 +144,16 @@ def _at_least_one(value: int | None) -> bool:
 
 def _split(config: Config) -> Iterator[str]:
     # a segment spends rows on context before and on look-ahead after the rows it trains
-    spent = config.data.split_context_tokens + config.ttt_steps - 1
-    if config.data.split_context_tokens < 0 or spent >= config.max_seq_len:
-        yield (
-            f"data.split_context_tokens={config.data.split_context_tokens}: expected >= 0 and, "
-            f"with the look-ahead of ttt_steps={config.ttt_steps}, below "
-            f"max_seq_len={config.max_seq_len}"
-        )
+    context = config.data.split_context_tokens
+    for steps_key, steps, rows_key, rows in (
+        ("ttt_steps", config.ttt_steps, "max_seq_len", config.max_seq_len),
+        ("val.draft_steps", config.val.draft_steps, "val.max_seq_len", config.val.max_seq_len),
+    ):
+        if context < 0 or context + steps - 1 >= rows:
+            yield (
+                f"data.split_context_tokens={context}: expected >= 0 and, with the look-ahead of "
+                f"{steps_key}={steps}, below {rows_key}={rows}"
+            )
 
 
 def _model(config: Config) -> Iterator[str]:

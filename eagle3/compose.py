@@ -9,6 +9,7 @@ error with the nearest valid key, and frozen.
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import os
 import signal
@@ -150,6 +151,15 @@ def report_error(error: Exception) -> int:
         return error.code
     sys.stdout.flush()
     rank = os.environ.get("RANK", "0")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        place = f" at {error.filename}" if error.filename else ""
+        print(
+            f"error: no space is left on the disk{place}: free some, or give paths.output or "
+            "paths.cache on another disk; what was complete is kept",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 1
     if not isinstance(error, UserError):
         traceback.print_exception(error)
         return 1
@@ -259,7 +269,10 @@ def _composition_message(error: Exception) -> str:
             return str(_unknown_key(str(cause.full_key)))
         cause = cause.__cause__
     if isinstance(error, OverrideParseException):
-        return f"cannot read the override '{error.override}': write key=value, and quote lists"
+        return (
+            f"cannot read the override '{error.override}': write key=value, and quote what holds "
+            "brackets, commas or = twice: 'paths.output=\"/tmp/a=b\"'"
+        )
     if isinstance(error, OmegaConfBaseException):
         return _wrong_value(error)
     return str(error)

@@ -13,5 +13,9 @@ class DataError(UserError):
     """A file or directory does not hold what it should; names file, key, found and expected."""
 
 
+class TrainingError(UserError):
+    """Training cannot go on, whatever is tried next in this run."""
+
+
 class VerifierError(UserError):
     """The verifier directory lacks a tensor or a config field."""

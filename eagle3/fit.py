@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -28,7 +29,7 @@ from eagle3.loggers import Loggers, start_loggers
 from eagle3.module import DrafterModule
 from eagle3.names import Precision
 from eagle3.optim import LrSchedule
-from eagle3.outcome import report_outcome
+from eagle3.outcome import INTERRUPTED, Ended, report_outcome
 from eagle3.provenance import Run
 
 
@@ -55,7 +56,7 @@ def _fit(config: Config, run: Run, loggers: Loggers) -> float:
     where = placement(config)
     precision = resolve_precision(config, where["accelerator"])
     say(f"run folder: {run.directory}")
-    inputs = load_inputs(config, run, ranks, precision, say)
+    inputs = load_inputs(config, run, ranks, where["accelerator"], precision, say)
     schedule = LrSchedule.from_config(config.optim, config.lr, inputs.total_steps)
     for line in plan_lines(config, inputs, schedule, ranks):
         say(line)
@@ -80,13 +81,38 @@ def _fit(config: Config, run: Run, loggers: Loggers) -> float:
         default_root_dir=run.directory,
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
+        limit_val_batches=1.0 if inputs.data.val_report.documents else 0,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     started = time.monotonic()
-    trainer.fit(module, datamodule=inputs.data)
-    seconds = time.monotonic() - started
-    return report_outcome(config, run, loggers, trainer, inputs, seconds, say)
+    try:
+        trainer.fit(module, datamodule=inputs.data)
+    except BaseException as error:
+        reason = exit_reason(error, trainer)
+        ended = Ended(reason, time.monotonic() - started, module.skipped_steps)
+        with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
+            report_outcome(config, run, loggers, trainer, inputs, ended, say)
+        if reason == INTERRUPTED:  # which Lightning turns into an exit code of 1
+            raise KeyboardInterrupt from None
+        raise
+    reason = exit_reason(None, trainer)
+    ended = Ended(reason, time.monotonic() - started, module.skipped_steps)
+    return report_outcome(config, run, loggers, trainer, inputs, ended, say)
+
+
+def exit_reason(error: BaseException | None, trainer: lightning.Trainer) -> str:
+    """Why training ended: finished, max_steps, interrupted, terminated, or the error's class."""
+    if error is None:
+        stopped = trainer.max_steps > 0 and trainer.global_step >= trainer.max_steps
+        return "max_steps" if stopped else "finished"
+    if isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, SystemExit) and error.code == 1 and trainer.interrupted
+    ):
+        return INTERRUPTED
+    if isinstance(error, SystemExit):
+        return "terminated"
+    return f"error: {type(error).__name__}"
 
 
 def resolve_precision(config: Config, accelerator: str) -> Precision:

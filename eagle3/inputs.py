@@ -21,6 +21,7 @@ from eagle3.model.build import (
     ParameterRow,
     build_drafter,
     build_verifier_head,
+    check_layers,
     check_sizes,
     parameter_table,
     table_lines,
@@ -53,14 +54,18 @@ class Inputs:
     verifier: Path
 
 
-def load_inputs(config: Config, run: Run, ranks: Ranks, precision: Precision, say: Say) -> Inputs:
+def load_inputs(
+    config: Config, run: Run, ranks: Ranks, accelerator: str, precision: Precision, say: Say
+) -> Inputs:
     """Open the data first, since its mistakes are cheap to find, then the map, then weights."""
     paths = source_paths(config)
     prepare_verifier(config)
-    check_sizes(config.model, read_verifier_config(paths.verifier))
-    data = build_data(config, paths, ranks, pin_memory=precision is Precision.bf16_mixed)
+    verifier = read_verifier_config(paths.verifier)
+    check_sizes(config.model, verifier)
+    data = build_data(config, paths, ranks, pin_memory=accelerator == "gpu")
     data.prepare_data()
     data.setup()
+    check_layers(data.description.aux_layer_ids, verifier)
     for line in data.report.lines():
         say(line)
     counts = data.token_frequencies()
@@ -76,15 +81,14 @@ def load_inputs(config: Config, run: Run, ranks: Ranks, precision: Precision, sa
     for line in table_lines(parameters):
         say(line)
     _probe(config, data, head, vocab, say)
-    steps = data.total_steps(config.epochs)
-    limit = config.trainer.max_steps
+    steps = data.total_steps(config.epochs, config.trainer.max_steps)
     return Inputs(
         data=data,
         vocab=vocab,
         drafter=drafter,
         head=head,
         vocab_coverage=coverage,
-        total_steps=steps if limit is None else min(steps, limit),
+        total_steps=steps,
         parameters=parameters,
         verifier=paths.verifier,
     )

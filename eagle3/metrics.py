@@ -13,6 +13,7 @@ drafter scores 1.0 everywhere. Two acceptance lengths (tokens per verifier pass,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -124,7 +125,12 @@ class AcceptanceMetrics(Metric):
         self.rounds += rounds
 
     def compute(self) -> dict[str, float]:
-        """Names as they stand on the dashboard, without the ``val/`` prefix."""
+        """Names as they stand on the dashboard, without the ``val/`` prefix.
+
+        Without a judged row nothing but a NaN acceptance is known.
+        """
+        if self.chains[0] == 0:
+            return {"acceptance_replay": math.nan}
         prefix = _ratio(self.accepted, self.chains)
         out = {
             "acceptance_replay": float(_ratio(self.emitted, self.rounds)),

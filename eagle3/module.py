@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eagle3.config import Config
 from eagle3.data.batch import PackedBatch, Window
+from eagle3.errors import TrainingError
 from eagle3.examples import Example, pick_examples
 from eagle3.metrics import AcceptanceMetrics
 from eagle3.model.drafter import Drafter
@@ -27,6 +28,7 @@ from eagle3.objective import StepResult, row_counts, run_pack, window_loss
 from eagle3.optim import LrSchedule, build_optimizer, update_ratio
 
 _UPDATE_PARTS = ("fc", "layer", "lm_head")
+_MAX_SKIPPED_IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class DrafterModule(lightning.LightningModule):
         self.examples: list[Example] = []
         self.clipped_steps = 0
         self.skipped_steps = 0
+        self._skipped_in_a_row = 0
         self.bad_samples = 0
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -120,8 +123,9 @@ class DrafterModule(lightning.LightningModule):
         if finite and int(counts.rows_by_step[0]) > 0:
             optimizer.step()
             self.clipped_steps += norm > limit
+            self._skipped_in_a_row = 0
         else:
-            self.skipped_steps += 1
+            self._skip_step(finite)
         optimizer.zero_grad(set_to_none=True)
         self.log_dict(
             {
@@ -131,6 +135,24 @@ class DrafterModule(lightning.LightningModule):
                 "optim/skipped_steps": float(self.skipped_steps),
             }
         )
+
+    def _skip_step(self, finite: bool) -> None:
+        """Count and say it; stop when nothing but skipping happens.
+
+        Raises:
+            TrainingError: the gradient was not finite many steps in a row.
+        """
+        self.skipped_steps += 1
+        reason = "no row has a loss" if finite else "the gradient is not finite"
+        if self._skipped_in_a_row == 0:
+            self.print(f"warning: optimizer step {self.global_step + 1} left out: {reason}")
+        self._skipped_in_a_row += not finite
+        if self._skipped_in_a_row >= _MAX_SKIPPED_IN_A_ROW:
+            raise TrainingError(
+                f"the gradient was not finite in {self._skipped_in_a_row} optimizer steps in a "
+                f"row, the weights are those of step {self.global_step}: lower lr (it is "
+                f"{self.config.lr:g}), and look at the states that these steps read"
+            )
 
     def _report(self, window: Window, counts: WindowCounts, sums: Tensor) -> dict[str, Any]:
         """Log the window's global figures; what is returned feeds progress and throughput."""
@@ -170,9 +192,9 @@ class DrafterModule(lightning.LightningModule):
         }
 
     def validation_step(self, window: Window, batch_idx: int) -> None:
+        for line in window.bad_samples:
+            print(f"warning: skipped a bad sample: {line}", flush=True)
         for pack in map(PackedBatch.trim, window.packs):
-            if len(pack) == 0:
-                continue
             results = run_pack(
                 self.drafter,
                 self.head,

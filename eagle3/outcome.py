@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import lightning
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from eagle3.callbacks.checkpoints import MONITOR
@@ -17,7 +19,22 @@ from eagle3.references import compare_references
 from eagle3.report import Facts, verdict, write_report
 from eagle3.run_folder import CURVES_FILE, read_json
 
+INTERRUPTED = "interrupted"
 _REFERENCE_TOKENS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How training ended."""
+
+    reason: str
+    seconds: float
+    skipped_steps: int
+
+    @property
+    def complete(self) -> bool:
+        """Not cut short: only then are references worth their seconds."""
+        return self.reason in ("finished", "max_steps")
 
 
 def report_outcome(
@@ -26,20 +43,20 @@ def report_outcome(
     loggers: Loggers,
     trainer: lightning.Trainer,
     inputs: Inputs,
-    seconds: float,
+    ended: Ended,
     say: Say,
 ) -> float:
     """Write the report on the main rank; returns the best ``val/acceptance_replay`` (0 if none)."""
     best = _best_checkpoint(trainer)
     if run.is_main:
-        facts = _facts(config, run, trainer, inputs, seconds, best)
+        facts = _facts(config, run, trainer, inputs, ended, best)
         summary = write_report(run.directory, facts)
         loggers.summary(_flat(summary))
         for line in verdict(summary):
             say(line)
         say(f"curves:   {run.directory / CURVES_FILE}")
     score = best.best_model_score if best is not None else None
-    return 0.0 if score is None else float(score)
+    return float(score) if score is not None and torch.isfinite(score) else 0.0
 
 
 def _facts(
@@ -47,28 +64,28 @@ def _facts(
     run: Run,
     trainer: lightning.Trainer,
     inputs: Inputs,
-    seconds: float,
+    ended: Ended,
     best: ModelCheckpoint | None,
 ) -> Facts:
     git = read_json(run.directory, PROVENANCE_FILE)["git"]
     accelerator = "cpu" if trainer.strategy.root_device.type == "cpu" else "gpu"
     packs = trainer.world_size * accumulate(config, trainer.world_size)
-    stopped = trainer.max_steps > 0 and trainer.global_step >= trainer.max_steps
     return Facts(
         name=run.name,
-        exit_reason="max_steps" if stopped else "finished",
+        exit_reason=ended.reason,
         tokens_per_step=packs * config.max_seq_len,
         total_steps=inputs.total_steps,
         draft_steps=config.val.draft_steps,
         accelerator=accelerator,
-        device_hours=seconds / 3600 * trainer.world_size,
+        device_hours=ended.seconds / 3600 * trainer.world_size,
         data_fingerprint=inputs.data.description.fingerprint,
         vocab_coverage=inputs.vocab_coverage,
         git_revision=git["revision"],
         git_dirty=git["dirty"],
         bad_samples=inputs.data.bad_samples,
         best_checkpoint=(best.best_model_path or None) if best is not None else None,
-        references=_references(config, inputs),
+        skipped_steps=ended.skipped_steps,
+        references=_references(config, inputs) if ended.complete else {},
     )
 
 

@@ -33,7 +33,7 @@ class Facts:
 
     name: str
     exit_reason: str
-    """``finished``, ``max_steps``, ``interrupted`` or ``error: ...``."""
+    """``finished``, ``max_steps``, ``interrupted``, ``terminated`` or ``error: ...``."""
     tokens_per_step: int
     """Rows of one optimizer step over all ranks, at most."""
     total_steps: int
@@ -51,8 +51,14 @@ class Facts:
     bad_samples: Sequence[str] = ()
     """One line per sample that was skipped."""
     best_checkpoint: str | None = None
+    skipped_steps: int = 0
+    """Optimizer steps left out because a gradient was not finite."""
     references: References = field(default_factory=dict)
     """Cheap drafters on the same rows: name -> {"accuracy": ..., "acceptance": ...}."""
+
+
+_TIE = 0.005
+"""Relative difference of acceptance lengths that is no victory."""
 
 
 def write_report(run_dir: Path, facts: Facts) -> dict[str, Any]:
@@ -82,7 +88,8 @@ def summarize(rows: Rows, facts: Facts) -> dict[str, Any]:
         "best/acceptance_pooled": best.get("val/acceptance_pooled"),
         "best/accuracy": best.get("val/accuracy"),
         "best/step": None if best_step is None else int(best_step),
-        "best/ckpt": facts.best_checkpoint,
+        "best/ckpt": facts.best_checkpoint if best else None,
+        "optim/skipped_steps": facts.skipped_steps,
         "steps": int(max((row[X_AXIS] for row in rows), default=0)),
         "total_steps": facts.total_steps,
         "draft_steps": facts.draft_steps,
@@ -123,11 +130,13 @@ def _quality(summary: Mapping[str, Any]) -> str:
 
 
 def _against(summary: Mapping[str, Any]) -> str:
-    references, accuracy = summary["references"], summary["best/accuracy"]
-    if not references or accuracy is None:
+    references, length = summary["references"], summary["best/acceptance_replay"]
+    if not references or length is None:
         return "against:  no references were measured on these rows"
     shown = [f"{name} {_figures(values)}" for name, values in references.items()]
-    beaten = [name for name, values in references.items() if accuracy > values["accuracy"]]
+    beaten = [
+        name for name, values in references.items() if length > values["acceptance"] * (1 + _TIE)
+    ]
     if len(beaten) == len(references):
         judgement = "the drafter beats all of them"
     elif beaten:
@@ -138,15 +147,16 @@ def _against(summary: Mapping[str, Any]) -> str:
 
 
 def _figures(values: Mapping[str, float]) -> str:
-    length = values.get("acceptance")
-    return f"{values['accuracy']:.1%}" + ("" if length is None else f" ({length:.2f})")
+    return f"{values['acceptance']:.2f} ({values['accuracy']:.1%})"
 
 
 def _training(summary: Mapping[str, Any]) -> str:
     steps, total = summary["steps"], summary["total_steps"]
+    skipped = summary["optim/skipped_steps"]
+    left_out = f", {skipped:,} steps left out" if skipped else ""
     return (
-        f"training: {summary['exit_reason']} after {steps:,} of {total:,} steps, best at step "
-        f"{_count(summary['best/step'])}; {_TREND_TEXT[_trend(summary)]}"
+        f"training: {summary['exit_reason']} after {steps:,} of {total:,} steps{left_out}, best at "
+        f"step {_count(summary['best/step'])}; {_TREND_TEXT[_trend(summary)]}"
     )
 
 
@@ -187,8 +197,13 @@ def _ground(summary: Mapping[str, Any]) -> str:
 def _next_step(summary: Mapping[str, Any]) -> str:
     length = summary["best/acceptance_replay"]
     trend = _trend(summary)
-    if length is None:
-        advice = "give data.val_ratio > 0, or let the run reach its first validation"
+    if summary["optim/skipped_steps"] > 0:
+        advice = "lower lr: steps were left out because a gradient was not finite"
+    elif length is None:
+        advice = (
+            "give validation rows: data.val_ratio > 0 with at least two prompts, or "
+            "paths.val_shards; and let the run reach its first validation"
+        )
     elif len(summary["data/bad_samples"]) > 0:
         advice = "look at the bad samples named in summary.json and capture them again"
     elif summary["vocab/coverage"] < 0.95:

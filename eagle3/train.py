@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from eagle3.checks import check, device_count
+from eagle3.checks import check, check_paths, device_count
 from eagle3.compose import Job, JobFailedError, entry_point
 from eagle3.config import Config
 from eagle3.distributed import must_launch, process_group, resolve_accelerator, shared_run
@@ -17,9 +17,10 @@ def train(config: Config, job: Job) -> float:
     """Run one job, on this process or on ranks of its own.
 
     Returns:
-        The best ``val/acceptance_replay``, which sweepers maximise; NaN without a validation.
+        The best ``val/acceptance_replay``, which sweepers maximise; 0 without a validation.
     """
     check(config)
+    check_paths(config)
     if must_launch(config):
         return _train_on_ranks(config, job)
     with process_group(config) as ranks:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers import TINY, make_document
-from tests.tiny_run import TinyWorld, curve, last_weights, make_world, some_documents
+from tests.tiny_run import (
+    TinyWorld,
+    clean_environment,
+    curve,
+    last_weights,
+    make_world,
+    some_documents,
+    write_shards,
+)
 
 QUICK = ("max_seq_len=32", "epochs=2", "data.val_ratio=0.2", "noise_std=0.05")
 
@@ -113,3 +123,48 @@ def test_documents_longer_than_a_pack_are_split_without_loss(tmp_path: Path) -> 
     cut = world.run("max_seq_len=24", "epochs=1", "data.long_documents=truncate")
     assert "tokens lost 0" not in cut.stdout
     assert curve(world.run_folders()[-1], "data/tokens_lost")[-1] > 0
+
+
+def test_a_run_that_diverges_says_so_and_stops(world: TinyWorld) -> None:
+    done = world.run(*QUICK, "epochs=40", "lr=1e30", check=False)
+    assert done.returncode == 2
+    assert "left out: the gradient is not finite" in done.stdout
+    assert "in 10 optimizer steps in a row" in done.stderr
+    summary = json.loads((world.run_folders()[-1] / "summary.json").read_text())
+    assert summary["exit_reason"] == "error: TrainingError"
+    assert summary["optim/skipped_steps"] == 10
+
+
+def test_an_interrupted_run_keeps_its_report(world: TinyWorld) -> None:
+    """Ctrl-C after the first steps: exit code 130, and the curve so far."""
+    process = subprocess.Popen(
+        world.command(*QUICK, "epochs=100000", "trainer.max_steps=100000"),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=world.root,
+        env=clean_environment(),
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            process.send_signal(signal.SIGINT)
+            break
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "training: interrupted after" in output
+    folder = world.run_folders()[-1]
+    assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "interrupted"
+    assert (folder / "curves.png").is_file()
+
+
+def test_validation_without_a_readable_row_is_not_measured(tmp_path: Path) -> None:
+    documents = some_documents(6)
+    world = make_world(tmp_path, documents)
+    bad = some_documents(8)[7]
+    bad.last_hidden[3, 1] = float("nan")
+    write_shards(tmp_path / "val", [bad])
+    done = world.run("max_seq_len=16", "epochs=1", f"paths.val_shards={tmp_path / 'val'}")
+    assert "val/data_0.pt" in done.stdout
+    assert "quality:  not measured" in done.stdout
+    (folder,) = world.run_folders()
+    assert json.loads((folder / "summary.json").read_text())["best/acceptance_replay"] is None

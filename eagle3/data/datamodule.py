@@ -198,9 +198,14 @@ class ShardDataModule(lightning.LightningDataModule):
             self.epoch_plan(epoch)
         return self._steps[epoch]
 
-    def total_steps(self, epochs: int) -> int:
-        """Optimizer steps of the first ``epochs`` epochs."""
-        return sum(self.steps_in_epoch(epoch) for epoch in range(epochs))
+    def total_steps(self, epochs: int, at_most: int | None = None) -> int:
+        """Optimizer steps of the first ``epochs`` epochs, counted up to ``at_most``."""
+        steps = 0
+        for epoch in range(epochs):
+            steps += self.steps_in_epoch(epoch)
+            if at_most is not None and steps >= at_most:
+                return at_most
+        return steps
 
     def train_dataloader(self) -> WindowLoader:
         """This rank's windows of the trainer's current epoch; of epoch 0 without a trainer."""

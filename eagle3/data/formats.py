@@ -9,6 +9,7 @@ is ever executed (``weights_only=True``).
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ __all__ = ["Declaration", "LayoutError", "Sample", "SpeculatorsV1", "StateLayout
 
 _FILE_NAME = re.compile(r"data_(\d+)\.pt")
 _ZIP_START = b"PK\x03\x04"
+_STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class LayoutError(DataError):
@@ -150,6 +152,8 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
+        if error.errno == errno.EINVAL:  # a cut file cannot be mapped
+            raise DataError(_unreadable(path)) from error
         raise DataError(
             f"{path}: cannot be read ({error}). Check the disk and the file."
         ) from error
@@ -275,9 +279,9 @@ def _check_states(
 
 
 def _check_state(state: Tensor, num_tokens: int, layout: StateLayout, where: str) -> Tensor:
-    if not state.is_floating_point():
+    if state.dtype not in _STATE_DTYPES:
         raise DataError(
-            f"{where}: found {state.dtype}, expected a floating dtype such as torch.bfloat16. "
+            f"{where}: found {state.dtype}, expected bfloat16, float16, float32 or float64. "
             "Capture the sample again."
         )
     state = _unbatch(state, 2, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +17,17 @@ from eagle3.data.formats import SpeculatorsV1
 from eagle3.errors import DataError
 
 _VERSION = 1
+_ARRAYS = {
+    "names",
+    "lengths",
+    "run_offsets",
+    "run_bounds",
+    "sample_hash",
+    "prompt_hash",
+    "dtype",
+    "too_short",
+    "bad",
+}
 
 
 def locate(reader: SpeculatorsV1, names: Sequence[str], cache: Path) -> Path:
@@ -46,7 +58,8 @@ def load(path: Path) -> dict[str, NDArray] | None:
         return None
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            return dict(stored)
+            arrays = dict(stored)
+            return arrays if arrays.keys() == _ARRAYS else None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile):
         return None
 
@@ -64,6 +77,8 @@ def save(path: Path, arrays: dict[str, NDArray]) -> None:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         partial.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise DataError(
             f"paths.cache: cannot write {path} ({error}), expected a writable directory. "
             "Set paths.cache to another one."

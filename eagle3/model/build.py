@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,16 @@ def check_sizes(config: ModelConfig, verifier: VerifierConfig) -> None:
                 f"model.{key}={ours}, but the verifier's config.json says {theirs}: set "
                 f"model.{key}={theirs} or point paths.verifier at the right model"
             )
+
+
+def check_layers(aux_layer_ids: Sequence[int], verifier: VerifierConfig) -> None:
+    """Stop when the data name a layer (*entering*) that the verifier does not have."""
+    if max(aux_layer_ids) > verifier.num_layers:
+        raise ConfigError(
+            f"data.aux_layer_ids: the shards hold states entering layers {list(aux_layer_ids)}, "
+            f"but the verifier has {verifier.num_layers} layers: correct the ids or their "
+            "convention, or point paths.verifier at the model they come from"
+        )
 
 
 def build_drafter(

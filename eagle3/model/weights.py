@@ -64,8 +64,10 @@ def read_verifier_config(directory: Path) -> VerifierConfig:
             f"{directory} holds no config.json: give paths.verifier=/directory/of/the/verifier "
             "(config.json and *.safetensors)"
         )
-    outer = json.loads(path.read_text())
+    outer = _read_object(path)
     config = outer.get("text_config") or outer
+    if not isinstance(config, dict):
+        raise VerifierError(f"{path}: text_config is no JSON object; copy the file again")
 
     def need(*keys: str) -> Any:
         for key in keys:
@@ -75,11 +77,18 @@ def read_verifier_config(directory: Path) -> VerifierConfig:
 
     family = str(config.get("model_type", ""))
     tied = config.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))
+
+    def number(*keys: str) -> int | float:
+        value = need(*keys)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise VerifierError(f"{path}: {keys[0]} is {value!r}, expected a number")
+        return value
+
     return VerifierConfig(
-        hidden_size=int(need("hidden_size")),
-        vocab_size=int(need("vocab_size")),
-        num_layers=int(need("num_hidden_layers")),
-        rms_norm_eps=float(need("rms_norm_eps", "layer_norm_eps")),
+        hidden_size=int(number("hidden_size")),
+        vocab_size=int(number("vocab_size")),
+        num_layers=int(number("num_hidden_layers")),
+        rms_norm_eps=float(number("rms_norm_eps", "layer_norm_eps")),
         tied_embeddings=bool(tied),
         norm_adds_one=family.startswith(_UNIT_OFFSET_FAMILIES),
     )
@@ -126,8 +135,10 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index when there is one, else from the files' headers."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        return {name: directory / file for name, file in weight_map.items()}
+        weight_map = _read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise VerifierError(f"{index}: no weight_map found; copy the verifier's index again")
+        return {name: directory / str(file) for name, file in weight_map.items()}
     files: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with _open(path) as handle:
@@ -138,6 +149,18 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
             "verifier's weights in safetensors form"
         )
     return files
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise VerifierError(
+            f"{path} is no JSON ({error}): copy the verifier's file again"
+        ) from error
+    if not isinstance(content, dict):
+        raise VerifierError(f"{path} holds no JSON object: copy the verifier's file again")
+    return content
 
 
 def _open(path: Path) -> Any:
@@ -151,7 +174,20 @@ def _open(path: Path) -> Any:
 
 def _read(files: dict[str, Path], name: str, shape: tuple[int, ...]) -> Tensor:
     with _open(files[name]) as handle:
+        if name not in handle.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
+            raise VerifierError(
+                f"{files[name]}: {name} is not in it, though the index says so; the directory "
+                "mixes two downloads: copy the verifier again"
+            )
         tensor: Tensor = handle.get_tensor(name)
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise VerifierError(
+            f"{files[name]}: {name} is stored as {tensor.dtype}: quantised weights are not read "
+            "without their scales; give a directory with this tensor in bfloat16, float16 or "
+            "float32"
+        )
+    if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
+        raise VerifierError(f"{files[name]}: {name} holds NaN or inf; copy the file again")
     if tuple(tensor.shape) != shape:
         raise VerifierError(
             f"{files[name]}: {name} is {tuple(tensor.shape)}, config.json says {shape}; "

@@ -13,7 +13,13 @@ from safetensors.torch import save_file
 from eagle3.config import ModelConfig
 from eagle3.data.vocab import VocabMap
 from eagle3.errors import ConfigError, VerifierError
-from eagle3.model.build import build_drafter, build_verifier_head, check_sizes, parameter_table
+from eagle3.model.build import (
+    build_drafter,
+    build_verifier_head,
+    check_layers,
+    check_sizes,
+    parameter_table,
+)
 from eagle3.model.layers import rms_norm
 from eagle3.model.weights import load_verifier_weights, read_verifier_config
 from eagle3.names import BodyInit, LastHidden, LmHeadInit
@@ -213,3 +219,63 @@ def test_random_head_depends_on_the_seed_only(tmp_path: Path) -> None:
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
     assert not first.lm_head.weight.requires_grad
     assert "embed_tokens" not in first.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", "", "config.json is no JSON"),
+        ("config.json", "[1]", "config.json holds no JSON object"),
+        ("config.json", '{"text_config": "x"}', "text_config is no JSON object"),
+        ("config.json", '{"hidden_size": "big", "vocab_size": 1}', "hidden_size is 'big'"),
+        ("model.safetensors.index.json", "{", "index.json is no JSON"),
+        ("model.safetensors.index.json", "{}", "no weight_map"),
+        (
+            "model.safetensors.index.json",
+            json.dumps(
+                {"weight_map": {n: "model.safetensors" for n in ("model.norm.weight", "e")}}
+            ),
+            "embed_tokens.weight",
+        ),
+    ],
+    ids=["empty", "list", "text", "number", "cut index", "bare index", "incomplete index"],
+)
+def test_damaged_json_is_named(tmp_path: Path, file: str, content: str, words: str) -> None:
+    write(tmp_path, NAMINGS["plain"])
+    (tmp_path / file).write_text(content)
+    with pytest.raises(VerifierError, match=words):
+        load_verifier_weights(tmp_path, torch.float32)
+
+
+def test_an_index_that_promises_a_tensor_the_file_lacks(tmp_path: Path) -> None:
+    write(tmp_path, NAMINGS["plain"])
+    names = dict.fromkeys(NAMINGS["plain"], "model.safetensors")
+    save_file({"model.norm.weight": NORM}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(VerifierError, match="is not in it, though the index says so"):
+        load_verifier_weights(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (HEAD.clone().index_fill_(0, torch.tensor([3]), float("nan")), "holds NaN or inf"),
+        (torch.ones(W, H, dtype=torch.int8), "stored as torch.int8: quantised"),
+    ],
+    ids=["nan", "int8"],
+)
+def test_a_head_that_cannot_be_right_is_refused(
+    tmp_path: Path, head: torch.Tensor, words: str
+) -> None:
+    write(tmp_path, NAMINGS["plain"])
+    embed, norm, name = NAMINGS["plain"]
+    save_file({embed: EMBED, norm: NORM, str(name): head}, tmp_path / "model.safetensors")
+    with pytest.raises(VerifierError, match=words):
+        load_verifier_weights(tmp_path, torch.float32)
+
+
+def test_layers_that_the_verifier_lacks_are_refused(tmp_path: Path) -> None:
+    config = read_verifier_config(write(tmp_path, NAMINGS["plain"]))
+    check_layers((1, 2, 4), config)
+    with pytest.raises(ConfigError, match=r"\[1, 2, 5\], but the verifier has 4 layers"):
+        check_layers((1, 2, 5), config)

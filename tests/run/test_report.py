@@ -101,12 +101,18 @@ def test_the_verdict_reads_the_trend(
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "judgement"),
-    [(0.4, "beats all of them"), (0.3, "beats only bigram"), (0.1, "beats none of them")],
+    ("length", "judgement"),
+    [
+        (1.5, "beats all of them"),
+        (1.3, "beats only bigram"),
+        (1.22, "beats none of them"),
+        (1.1, "beats none of them"),
+    ],
 )
-def test_the_drafter_is_held_against_the_references(accuracy: float, judgement: str) -> None:
-    line = verdict(summarize(rows([1.3], [2.0], accuracy), FACTS))[1]
-    assert "bigram 20.5% (1.22)" in line
+def test_the_drafter_is_held_against_the_references(length: float, judgement: str) -> None:
+    """By acceptance length; a tie is no victory."""
+    line = verdict(summarize(rows([length], [2.0]), FACTS))[1]
+    assert "bigram 1.22 (20.5%)" in line
     assert judgement in line
 
 
@@ -115,8 +121,9 @@ def test_the_drafter_is_held_against_the_references(accuracy: float, judgement: 
     [
         ({"bad_samples": ("data_3.pt: truncated",)}, "bad samples"),
         ({"vocab_coverage": 0.8}, "draft_vocab_size"),
+        ({"skipped_steps": 2}, "lower lr"),
     ],
-    ids=["bad samples", "coverage"],
+    ids=["bad samples", "coverage", "skipped steps"],
 )
 def test_faults_of_the_data_come_first(changed: dict[str, Any], advice: str) -> None:
     summary = summarize(rows([1.2, 1.3], [3.0, 2.0]), dataclasses.replace(FACTS, **changed))
