@@ -19,6 +19,8 @@ References = Mapping[str, Mapping[str, float]]
 _TRAIN, _VALIDATION = "#9aa5b1", "#1f5fa8"
 _STEPS = ("#1f5fa8", "#2a9d8f", "#e9a03b", "#d1495b", "#7d5ba6", "#5c6b73", "#b56576")
 _REFERENCE = "#444444"
+_LABEL_GAP = 0.02
+"""Relative distance of lines below which their labels would overprint."""
 _STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -85,18 +87,30 @@ def _plot(axes: Axes, rows: Rows, name: str, **style: Any) -> None:
 
 
 def _draw_references(axes: Axes, references: References, figure: str) -> None:
-    for name, values in references.items():
-        if figure in values:
-            axes.axhline(values[figure], color=_REFERENCE, linewidth=1, linestyle="--")
-            axes.annotate(
-                name,
-                (1.0, values[figure]),
-                xycoords=("axes fraction", "data"),
-                ha="right",
-                va="bottom",
-                fontsize=8,
-                color=_REFERENCE,
-            )
+    values = {name: found[figure] for name, found in references.items() if figure in found}
+    for label, value in _labels(values):
+        axes.annotate(
+            label,
+            (1.0, value),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+            color=_REFERENCE,
+        )
+    for value in values.values():
+        axes.axhline(value, color=_REFERENCE, linewidth=1, linestyle="--")
+
+
+def _labels(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    """One label a line; lines too close for two labels share one, at the highest of them."""
+    labels: list[tuple[str, float]] = []
+    for name, value in sorted(values.items(), key=lambda item: item[1]):
+        if labels and value - labels[-1][1] < _LABEL_GAP * value:
+            labels[-1] = (f"{labels[-1][0]}, {name}", value)
+        else:
+            labels.append((name, value))
+    return labels
 
 
 def _finish(axes: Axes, bottom: float | None) -> None:

@@ -12,7 +12,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from eagle3.curves import draw_curves
+from eagle3.curves import _labels, draw_curves
 from eagle3.loggers import CsvLogger
 from eagle3.report import Facts, summarize, verdict, write_report
 from eagle3.run_folder import X_AXIS, read_json
@@ -169,3 +169,8 @@ def test_references_and_validation_are_drawn(tmp_path: Path) -> None:
     assert a.shape == b.shape == c.shape
     assert (a != b).any()
     assert (a != c).any()
+
+
+def test_labels_of_close_references_share_a_line() -> None:
+    close = {"trigram": 1.031, "bigram": 1.03, "prompt lookup": 1.4}
+    assert _labels(close) == [("bigram, trigram", 1.031), ("prompt lookup", 1.4)]
