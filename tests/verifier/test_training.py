@@ -16,9 +16,9 @@ from eagle3.model.build import build_drafter, build_verifier_head
 from eagle3.model.drafter import Drafter
 from eagle3.model.verifier_head import VerifierHead
 from eagle3.model.weights import load_verifier_weights
-from eagle3.names import LastHidden
+from eagle3.names import LastHidden, Schedule
 from eagle3.objective import row_counts, run_pack, window_loss
-from eagle3.optim import build_optimizer
+from eagle3.optim import LrSchedule, build_optimizer
 from eagle3.prefill import capture_sequences
 from eagle3.tokens import asset_path, read_token_file, spread_subset
 from tests.helpers import Document, pack
@@ -69,15 +69,18 @@ def trained(smollm2: Path, documents: list[Document]) -> Trained:
     weights = load_verifier_weights(smollm2, torch.float32)
     drafter = build_drafter(config, vocab, weights, seed=0)
     head = build_verifier_head(vocab, weights, LastHidden.pre_norm, full=False)
-    optimizer = build_optimizer(drafter, OptimConfig(), 3e-3)
+    optimizer = build_optimizer(drafter, OptimConfig(), 1e-3)
+    schedule = LrSchedule(peak=1e-3, total_steps=60, warmup_steps=5, kind=Schedule.cosine)
     batch = pack(documents[:TRAINED])
     counts = row_counts([batch], 2)
-    for _ in range(110):
+    for step in range(schedule.total_steps):
         results = run_pack(drafter, head, batch, batch.aux_hidden, ttt_steps=2, mix=MIX)
         loss = window_loss(results, counts, step_loss_decay=1.0, world_size=1)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
         optimizer.step()
     return Trained(drafter, head, vocab, documents)
 
