@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# idle threads sleep instead of spinning: on a shared machine the same work takes a third of the time
+# idle threads sleep instead of spinning, so that a shared machine is not slowed by waiting
 export OMP_WAIT_POLICY := PASSIVE
 INSTALLED := $(VENV)/.installed
 
