@@ -6,21 +6,25 @@ token i + 1 (see :mod:`eagle3.data.batch`); a supervised token 0 gates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Bool
 from numpy.typing import NDArray
-from torch import Tensor
 
 from eagle3.names import TrainOn
+
+if TYPE_CHECKING:  # the processes that probe files use this module, and need no torch
+    from jaxtyping import Bool
+    from torch import Tensor
 
 
 def supervised_runs(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Bounds [R, 2] of the runs of ones in ``mask`` [n]."""
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
-    return edges.reshape(-1, 2).astype(np.int64)
+    padded = np.zeros(len(mask) + 2, np.bool_)
+    padded[1:-1] = mask
+    return np.flatnonzero(padded[1:] != padded[:-1]).reshape(-1, 2)
 
 
 def apply_train_on(loss_mask: Bool[Tensor, " N"], train_on: TrainOn) -> Bool[Tensor, " N"]:
@@ -45,6 +49,13 @@ class Runs:
     """[R, 2]"""
 
     @classmethod
+    def concatenate(cls, parts: Sequence[Runs]) -> Runs:
+        """The documents of several, one after another."""
+        sizes = np.concatenate([np.diff(part.offsets) for part in parts])
+        bounds = np.concatenate([part.bounds for part in parts])
+        return cls(np.concatenate([[0], np.cumsum(sizes)]), bounds)
+
+    @classmethod
     def stack(cls, runs: Iterable[NDArray[np.int64]]) -> Runs:
         """Join the runs of single documents."""
         parts = list(runs)
@@ -57,12 +68,36 @@ class Runs:
         cumulated = np.concatenate([[0], np.cumsum(self.bounds[:, 1] - self.bounds[:, 0])])
         return (cumulated[self.offsets[1:]] - cumulated[self.offsets[:-1]]).astype(np.int64)
 
-    def count(self, document: int, start: int, stop: int) -> int:
-        """Members of the runs of ``document`` within ``[start, stop)``."""
+    def count(
+        self,
+        documents: NDArray[np.int64],
+        starts: NDArray[np.signedinteger],
+        stops: NDArray[np.signedinteger],
+    ) -> NDArray[np.int64]:
+        """Members of the runs of ``documents[i]`` within ``[starts[i], stops[i])``, all [N]."""
+        cumulated = np.concatenate([[0], np.cumsum(self.bounds[:, 1] - self.bounds[:, 0])])
+        # One key sorts the runs of all documents, so that a search finds those before a place.
+        width = int(self.bounds.max(initial=0)) + 1
+        keys = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets)) * width
+        keys += self.bounds[:, 0]
+        ends = np.append(self.bounds[:, 1], 0)
+
+        def members_before(places: NDArray[np.signedinteger]) -> NDArray[np.int64]:
+            places = np.minimum(places, width - 1)
+            runs = np.searchsorted(keys, documents * width + places)
+            # The last of these runs may reach past the place; with none the key -1 is not used.
+            past = np.where(runs > self.offsets[documents], ends[runs - 1] - places, 0)
+            return (cumulated[runs] - np.maximum(past, 0)).astype(np.int64)
+
+        return members_before(stops) - members_before(starts)
+
+    def mask(self, document: int, length: int) -> NDArray[np.bool_]:
+        """[length], true on the members of the runs of ``document``."""
+        mask = np.zeros(length, np.bool_)
         low, high = self.offsets[document : document + 2]
-        # Python integers: most documents have one to three runs, too few for numpy to pay off.
-        runs = self.bounds[low:high].tolist()
-        return sum(max(min(b, stop) - max(a, start), 0) for a, b in runs)
+        for start, stop in self.bounds[low:high].tolist():
+            mask[start:stop] = True
+        return mask
 
     def train_on(self, train_on: TrainOn, lengths: NDArray[np.int64]) -> Runs:
         """:func:`apply_train_on` for all documents, ``lengths`` [D] in tokens."""

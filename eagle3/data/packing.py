@@ -14,38 +14,32 @@ document has is trained exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.data.masks import Runs
+from eagle3.data.segments import Pack, Packs, Segment, SegmentTable, offsets_of
 from eagle3.errors import ConfigError
 from eagle3.names import LongDocuments
 
+__all__ = [
+    "Pack",
+    "PackingRule",
+    "Packs",
+    "Segment",
+    "Segmentation",
+    "best_fit_decreasing",
+    "pack_epoch",
+    "segment_documents",
+    "split_rows",
+]
+
 WINDOW_DOCUMENTS = 8192
-"""Documents packed together: enough for a fill above 99 %, few enough to keep the shuffle."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows ``[start, stop)`` of a document; draft chains start in ``[own_start, own_stop)``."""
-
-    document: int
-    start: int
-    stop: int
-    own_start: int
-    own_stop: int
-
-    @property
-    def rows(self) -> int:
-        """Rows it takes in a pack."""
-        return self.stop - self.start
-
-
-Pack = tuple[Segment, ...]
-"""Segments laid end to end; () is an empty pack."""
+"""Documents packed together: enough for a fill above 99.8 %, few enough to keep the shuffle."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +59,8 @@ class PackingRule:
 class Segmentation:
     """All segments that are trained in an epoch, and what the cutting cost. Counts are rows."""
 
-    segments: tuple[Pack, ...]
-    """One entry per document that is used, its segments in order."""
+    segments: Packs
+    """One entry per document that is used, its segments in order; not packed yet."""
     unsupervised_documents: int
     """Left out: no row is gated."""
     long_documents: int
@@ -84,43 +78,41 @@ class Segmentation:
 
 
 def segment_documents(
-    documents: Iterable[int], lengths: NDArray[np.int64], gates: Runs, rule: PackingRule
+    documents: Iterable[int] | NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    gates: Runs,
+    rule: PackingRule,
 ) -> Segmentation:
-    """Cut ``documents``; ``lengths`` [D] in tokens and ``gates`` (rows) are of the whole index.
+    """Cut ``documents``, of which one may come more than once.
 
-    Segments without a gated row are left out: no loss would read them.
+    ``lengths`` [D] in tokens and ``gates`` (rows) are of the whole index. Segments without a gated
+    row are left out: no loss would read them.
 
     Raises:
         ConfigError: a document must be split, and context and look-ahead leave no own row.
     """
-    totals, tokens = gates.totals().tolist(), lengths.tolist()
-    kept: list[Pack] = []
-    unsupervised = long = dropped = lost = overhead = supervised = clipped = 0
-    for document in documents:
-        rows = tokens[document] - 1
-        if totals[document] == 0:
-            unsupervised += 1
-            continue
-        if rows <= rule.max_seq_len:
-            kept.append((Segment(document, 0, rows, 0, rows),))
-            supervised += totals[document]
-            continue
-        long += 1
-        segments = _cut(document, rows, gates, rule)
-        own = sum(s.own_stop - s.own_start for s in segments)
-        overhead += sum(s.rows for s in segments) - own
-        if rule.long_documents is not LongDocuments.split:
-            lost += rows - own
-        for s in segments:
-            gated = gates.count(document, s.own_start, s.own_stop)
-            supervised += gated
-            clipped += gated if s.start else 0
-        if segments:
-            kept.append(segments)
-        else:
-            dropped += 1
+    chosen = (
+        np.fromiter(documents, np.int64) if not isinstance(documents, np.ndarray) else documents
+    )
+    totals = gates.totals()[chosen]
+    used = chosen[totals > 0]
+    rows = lengths[used] - 1
+    is_long = rows > rule.max_seq_len
+    table, sizes = _cut(used, _kept_rows(rows, rule), rule)
+    table, sizes = _without_ungated(table, sizes, gates)
+    own = table.own_rows
+    lost = 0
+    if rule.long_documents is not LongDocuments.split:
+        lost = int(rows[is_long].sum() - own[np.repeat(is_long, sizes)].sum())
     return Segmentation(
-        tuple(kept), unsupervised, long, dropped, lost, overhead, supervised, clipped
+        segments=Packs(table, np.arange(len(table)), offsets_of(sizes[sizes > 0])),
+        unsupervised_documents=len(chosen) - len(used),
+        long_documents=int(np.count_nonzero(is_long)),
+        dropped_documents=int(np.count_nonzero(is_long & (sizes == 0))),
+        lost_rows=lost,
+        overhead_rows=int((table.rows - own).sum()),
+        supervised_rows=int(table.supervised.sum()),
+        clipped_rows=int(table.supervised[table.start > 0].sum()),
     )
 
 
@@ -130,70 +122,117 @@ def split_rows(document: int, rows: int, rule: PackingRule) -> Pack:
     Raises:
         ConfigError: context and look-ahead leave no own row.
     """
-    look_ahead = rule.steps - 1
-    if rule.split_context_tokens + look_ahead >= rule.max_seq_len:
-        raise ConfigError(
-            f"data.split_context_tokens={rule.split_context_tokens} and {look_ahead} look-ahead "
-            f"rows leave nothing of {rule.max_seq_len} rows (max_seq_len, or val.max_seq_len in "
-            f"validation), but a document of {rows} rows must be split. Expected their sum below "
-            "it: lower data.split_context_tokens or raise the limit."
-        )
-    segments = []
-    own_start = 0
-    while own_start < rows:
-        start = max(own_start - rule.split_context_tokens, 0)
-        stop = min(start + rule.max_seq_len, rows)
-        own_stop = rows if stop == rows else stop - look_ahead
-        segments.append(Segment(document, start, stop, own_start, own_stop))
-        own_start = own_stop
-    return tuple(segments)
+    table, sizes = _cut(np.array([document]), np.array([rows]), rule)
+    return Packs(table, np.arange(len(table)), offsets_of(sizes))[0]
 
 
-def pack_epoch(
-    documents: Sequence[Pack], max_seq_len: int, seed: int, epoch: int
-) -> tuple[Pack, ...]:
-    """The packs of an epoch in training order, from ``(seed, epoch)`` alone."""
+def pack_epoch(documents: Packs, max_seq_len: int, seed: int, epoch: int) -> Packs:
+    """The packs of an epoch, shuffled, from ``(seed, epoch)`` alone."""
     rng = np.random.default_rng([seed, epoch])
-    order = rng.permutation(len(documents)).tolist()
-    packs: list[Pack] = []
-    for i in range(0, len(order), WINDOW_DOCUMENTS):
-        window = [s for d in order[i : i + WINDOW_DOCUMENTS] for s in documents[d]]
-        packs += best_fit_decreasing(window, max_seq_len)
-    return tuple(packs[i] for i in rng.permutation(len(packs)))
+    shuffled = documents.select(rng.permutation(len(documents)))
+    rows = shuffled.table.rows[shuffled.order]
+    windows = max(-(-len(documents) // WINDOW_DOCUMENTS), 1)
+    ends = shuffled.offsets[np.arange(windows + 1) * len(documents) // windows]
+    numbers = np.empty(len(rows), np.int64)
+    packs = 0
+    for start, stop in pairwise(ends.tolist()):
+        numbers[start:stop] = packs + best_fit_decreasing(rows[start:stop], max_seq_len)
+        packs = int(numbers[start:stop].max(initial=packs - 1)) + 1
+    by_pack = np.argsort(numbers, kind="stable")
+    packed = Packs(
+        shuffled.table,
+        shuffled.order[by_pack],
+        offsets_of(np.bincount(numbers, minlength=packs)),
+    )
+    return packed.select(rng.permutation(packs))
 
 
-def best_fit_decreasing(segments: Iterable[Segment], capacity: int) -> list[Pack]:
-    """Lay each segment, long ones first, into the fullest pack that has room for it."""
-    packs: list[list[Segment]] = []
-    with_room: dict[int, list[list[Segment]]] = {}
+def best_fit_decreasing(rows: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """Lay each segment, long ones first, into the fullest pack that has room for it.
+
+    ``rows`` [S] are the segments' sizes, at most ``capacity``; returns the pack of each, [S].
+    """
+    assert rows.max(initial=0) <= capacity, "a segment is longer than a pack"
+    full = rows == capacity
+    packs = int(np.count_nonzero(full))
+    numbers = np.empty(len(rows), np.int64)
+    numbers[full] = np.arange(packs)
+    order = np.argsort(-rows, kind="stable")[packs:]
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit r is set when some open pack has exactly r free rows
-    for segment in sorted(segments, key=lambda s: s.rows, reverse=True):
-        rows = segment.rows
-        fitting = rooms >> rows
+    found = []
+    for size in rows[order].tolist():
+        fitting = rooms >> size
         if fitting:
-            room = rows + (fitting & -fitting).bit_length() - 1
+            room = size + (fitting & -fitting).bit_length() - 1
             pack = with_room[room].pop()
             if not with_room[room]:
                 rooms ^= 1 << room
         else:
-            room, pack = capacity, []
-            packs.append(pack)
-        pack.append(segment)
-        room -= rows
+            room, pack = capacity, packs
+            packs += 1
+        found.append(pack)
+        room -= size
         if room:
-            with_room.setdefault(room, []).append(pack)
+            with_room[room].append(pack)
             rooms |= 1 << room
-    return [tuple(pack) for pack in packs]
+    numbers[order] = found
+    return numbers
 
 
-def _cut(document: int, rows: int, gates: Runs, rule: PackingRule) -> Pack:
-    """The segments of a long document that have a gated row."""
+def _kept_rows(rows: NDArray[np.int64], rule: PackingRule) -> NDArray[np.int64]:
+    """Rows of each document that are laid at all."""
     match rule.long_documents:
         case LongDocuments.split:
-            segments = split_rows(document, rows, rule)
+            return rows
         case LongDocuments.truncate:
-            kept = rule.max_seq_len
-            segments = (Segment(document, 0, kept, 0, kept),)
+            return np.minimum(rows, rule.max_seq_len)
         case LongDocuments.drop:
-            segments = ()
-    return tuple(s for s in segments if gates.count(document, s.own_start, s.stop))
+            return np.where(rows > rule.max_seq_len, 0, rows)
+
+
+def _cut(
+    documents: NDArray[np.int64], rows: NDArray[np.int64], rule: PackingRule
+) -> tuple[SegmentTable, NDArray[np.int64]]:
+    """Segments of each document in turn, not counted as supervised yet, and how many each has.
+
+    The first segment owns ``first`` rows and every further one ``later``, but the last, which is
+    the first that reaches the document's end. A document without rows has none.
+    """
+    limit, context, look_ahead = rule.max_seq_len, rule.split_context_tokens, rule.steps - 1
+    first, later = limit - look_ahead, limit - look_ahead - context
+    longest = int(rows.max(initial=0))
+    if longest > limit and later <= 0:
+        raise ConfigError(
+            f"data.split_context_tokens={context} and {look_ahead} look-ahead rows leave nothing "
+            f"of {limit} rows (max_seq_len, or val.max_seq_len in validation), but a document of "
+            f"{longest} rows must be split. Expected their sum below it: lower "
+            "data.split_context_tokens or raise the limit."
+        )
+    beyond = np.maximum(rows - limit + context - first, 0)  # of a second segment
+    sizes = np.where(rows > limit, 2 + -(-beyond // max(later, 1)), np.minimum(rows, 1))
+    rows = np.repeat(rows, sizes)
+    number = np.arange(len(rows)) - np.repeat(offsets_of(sizes)[:-1], sizes)
+    own_start = np.where(number > 0, first + (number - 1) * later, 0)
+    start = np.maximum(own_start - context, 0)
+    stop = np.minimum(start + limit, rows)
+    own_stop = np.where(stop == rows, rows, stop - look_ahead)
+    columns = (np.repeat(documents, sizes), start, stop, own_start, own_stop, np.zeros_like(rows))
+    return SegmentTable(*(column.astype(np.int32) for column in columns)), sizes
+
+
+def _without_ungated(
+    table: SegmentTable, sizes: NDArray[np.int64], gates: Runs
+) -> tuple[SegmentTable, NDArray[np.int64]]:
+    """Count supervised rows, and leave out the segments that have no gated row to read.
+
+    Rows before the own ones gate nothing in a segment; look-ahead rows gate its later steps.
+    """
+    documents = table.document.astype(np.int64)
+    supervised = gates.count(documents, table.own_start, table.own_stop)
+    ahead = gates.count(documents, table.own_stop, table.stop)
+    gated = supervised + ahead > 0
+    cumulated = offsets_of(gated)
+    ends = offsets_of(sizes)
+    counted = replace(table, supervised=supervised.astype(np.int32))
+    return counted.take(gated), cumulated[ends[1:]] - cumulated[ends[:-1]]

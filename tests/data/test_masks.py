@@ -53,7 +53,7 @@ def test_runs_of_many_documents_follow_their_masks(
     gates = chosen.gated_rows()
     assert chosen.totals().tolist() == [int(mask.sum()) for mask in trained]
     assert gates.totals().tolist() == [int(mask[1:].sum()) for mask in trained]
-    for document, mask in enumerate(trained):
-        for start in range(len(mask)):
-            expected = int(mask[1:][start : start + 3].sum())
-            assert gates.count(document, start, start + 3) == expected
+    asked = [(d, start) for d, mask in enumerate(trained) for start in range(len(mask))]
+    documents, starts = np.array(asked).T
+    expected = [int(trained[d][1:][start : start + 3].sum()) for d, start in asked]
+    assert gates.count(documents, starts, starts + 3).tolist() == expected
