@@ -19,7 +19,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from eagle3 import prefill
-from eagle3.data.formats import SpeculatorsV1, StateLayout
+from eagle3.data.formats import open_store
+from eagle3.data.index import index_records
+from eagle3.data.layout import StateLayout
+from eagle3.data.reading import StateReader
 from eagle3.errors import ConfigError, DataError, UserError, VerifierError
 from eagle3.names import LastHidden, LayerIdConvention
 from eagle3.prefill import CaptureSummary, capture_sequences, capture_token_file, plan_batches
@@ -91,13 +94,15 @@ def test_a_file_holds_ids_mask_and_compact_states(verifier: Path, tmp_path: Path
 
 def test_our_own_reader_needs_no_help(verifier: Path, tmp_path: Path) -> None:
     capture(verifier, make_sequences(3), tmp_path)
-    reader = SpeculatorsV1(tmp_path, StateLayout(3, 32, VOCAB))
-    declared = reader.declaration().declaration
+    store = open_store(tmp_path, StateLayout(3, 32, VOCAB))
+    declared = store.declaration().declaration
     assert declared.aux_layer_ids == (1, 2, 3)
     assert declared.layer_id_convention is LayerIdConvention.entering
     assert declared.last_hidden is LastHidden.pre_norm
-    assert len(reader.names) == 3
-    assert reader.open("data_2.pt").is_finite()
+    assert len(store.files) == 3
+    index = index_records([record for file in store.files for record in store.probe(file)])
+    sample = StateReader(store, index).sample(2)
+    assert torch.equal(sample.input_ids, load(tmp_path, 2)["input_ids"])
 
 
 def test_the_config_says_whose_capture_it_is(verifier: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What the stored states are: which layers, counted how, and before or after the final norm.
 
-A directory may say it in ``data_config.json``, the config may say it, and both may. What neither
+A directory may say it in a file of its own, the config may say it, and both may. What neither
 says is an error, because a wrong guess trains well and drafts badly.
 
 Two ways of counting are in use. *entering* k is the residual stream that enters layer k, which is
@@ -10,9 +10,10 @@ Two ways of counting are in use. *entering* k is the residual stream that enters
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +47,10 @@ class StoredDeclaration:
     declaration: Declaration = field(default_factory=Declaration)
     writer: str | None = None
     """Version of speculators named by ``data_config.json``."""
+    hint: str = ""
+    """What captures in this format mostly hold; empty: as the versions with ``.pt`` files."""
+    file: str = CONFIG_NAME
+    """The file that says it, or would."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class ResolvedDeclaration:
     """*entering* convention."""
     last_hidden: LastHidden
     declared_by: dict[str, str]
-    """Where each fact came from: ``config`` or ``data_config.json``."""
+    """Where each fact came from: ``config`` or the name of the directory's file."""
 
 
 def convert_layer_ids(
@@ -85,8 +90,26 @@ def read_declaration(directory: Path, num_aux_layers: int) -> StoredDeclaration:
             "expected a complete one. Start the run or the capture that made them again; it goes "
             "on where it stopped."
         )
-    if not path.is_file():
-        return StoredDeclaration()
+    return _read_facts(path, num_aux_layers) if path.is_file() else StoredDeclaration()
+
+
+def read_unfinished_declaration(directory: Path, num_aux_layers: int) -> StoredDeclaration:
+    """What a capture that is still running says: the same, in the file that marks it.
+
+    Another writer may mark its directory by an empty file, which declares nothing.
+
+    Raises:
+        DataError: as :func:`read_declaration`, but for the capture that is not complete.
+    """
+    started = directory / STARTED_NAME
+    with contextlib.suppress(FileNotFoundError):  # the capture may finish at this moment
+        if started.stat().st_size:
+            return replace(_read_facts(started, num_aux_layers), file=STARTED_NAME)
+    path = directory / CONFIG_NAME
+    return _read_facts(path, num_aux_layers) if path.is_file() else StoredDeclaration()
+
+
+def _read_facts(path: Path, num_aux_layers: int) -> StoredDeclaration:
     content = _read_json(path)
     version = _section(content, "format", path).get("data_format_version", FORMAT_VERSION)
     if version != FORMAT_VERSION:
@@ -152,28 +175,24 @@ def resolve_declaration(
     last_hidden = config.last_hidden or found.last_hidden
     if ids is None or convention is None or last_hidden is None:
         raise DataError(_undeclared(Declaration(ids, convention, last_hidden), stored, directory))
-    _check_agreement(config, found, directory)
+    _check_agreement(config, stored, directory)
     return ResolvedDeclaration(
         aux_layer_ids=convert_layer_ids(ids, convention, LayerIdConvention.entering),
         last_hidden=last_hidden,
         declared_by={
-            "aux_layer_ids": _source(config.aux_layer_ids),
-            "layer_id_convention": _source(config.layer_id_convention),
-            "last_hidden": _source(config.last_hidden),
+            key: stored.file if getattr(config, key) is None else "config"
+            for key in ("aux_layer_ids", "layer_id_convention", "last_hidden")
         },
     )
 
 
-def _source(in_config: object) -> str:
-    return CONFIG_NAME if in_config is None else "config"
-
-
-def _check_agreement(config: Declaration, found: Declaration, directory: Path) -> None:
+def _check_agreement(config: Declaration, stored: StoredDeclaration, directory: Path) -> None:
     """Ids are compared as states, so [2] counted after and [3] counted entering agree."""
+    found, file = stored.declaration, stored.file
     problems = []
     if config.last_hidden and found.last_hidden and config.last_hidden != found.last_hidden:
         problems.append(
-            f"data.last_hidden={config.last_hidden} against {found.last_hidden} in {CONFIG_NAME}"
+            f"data.last_hidden={config.last_hidden} against {found.last_hidden} in {file}"
         )
     mine, theirs = config.layer_id_convention, found.layer_id_convention
     if config.aux_layer_ids is not None and found.aux_layer_ids is not None:
@@ -184,15 +203,15 @@ def _check_agreement(config: Declaration, found: Declaration, directory: Path) -
             problems.append(
                 f"data.aux_layer_ids={_override(config.aux_layer_ids)} ({mine or theirs}) against "
                 f"{_override(found.aux_layer_ids)} ({theirs or 'not said how they count'}) in "
-                f"{CONFIG_NAME}"
+                f"{file}"
             )
     elif mine and theirs and mine != theirs:
-        problems.append(f"data.layer_id_convention={mine} against {theirs} in {CONFIG_NAME}")
+        problems.append(f"data.layer_id_convention={mine} against {theirs} in {file}")
     if problems:
         raise DataError(
             f"{directory}: the config and the directory disagree: {'; '.join(problems)}. Remove "
             "the override if the directory is right, else correct the directory's "
-            f"{CONFIG_NAME}; overrides use the same numbering as the directory."
+            f"{file}; overrides use the same numbering as the directory."
         )
 
 
@@ -205,17 +224,19 @@ def _undeclared(known: Declaration, stored: StoredDeclaration, directory: Path) 
     if known.last_hidden is None:
         overrides.append("data.last_hidden=pre_norm (or post_norm)")
     lines = [
-        f"{directory}: neither {CONFIG_NAME} nor the config says what the stored states are. "
+        f"{directory}: neither {stored.file} nor the config says what the stored states are. "
         "Expected these facts, found nothing; add:",
         *(f"  {override}" for override in overrides),
     ]
     if stored.declaration.aux_layer_ids is not None:
         lines.append(f"The directory has layer_ids {_override(stored.declaration.aux_layer_ids)}.")
     origin = f"speculators {stored.writer}, which wrote this directory," if stored.writer else ""
+    hint = stored.hint or (
+        f"{origin or 'speculators v0.3 and v0.4'} stored the output of layer k (after) and "
+        "the last state pre_norm; engine captures mostly count the state entering layer k."
+    )
     lines.append(
-        f"Hint: {origin or 'speculators v0.3 and v0.4'} stored the output of layer k (after) and "
-        "the last state pre_norm; engine captures mostly count the state entering layer k. "
-        "Nothing is guessed, because a wrong choice trains well and drafts badly."
+        f"Hint: {hint} Nothing is guessed, because a wrong choice trains well and drafts badly."
     )
     return "\n".join(lines)
 

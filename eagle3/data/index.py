@@ -1,4 +1,4 @@
-"""Index of a directory: what each document is, without its states; and who validates.
+"""Index of a directory: what each document is and where its bytes are; and who validates.
 
 Hashes follow from token ids and captured masks alone. A copied, renamed or recaptured directory
 has the same fingerprint and the same validation documents.
@@ -6,13 +6,13 @@ has the same fingerprint and the same validation documents.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,13 +20,15 @@ from numpy.typing import NDArray
 
 from eagle3.data import index_cache
 from eagle3.data.bad_samples import BadSamples
-from eagle3.data.formats import LayoutError, Sample, SpeculatorsV1
-from eagle3.data.masks import Runs, supervised_runs
+from eagle3.data.hashing import hash_set
+from eagle3.data.layout import LayoutError
+from eagle3.data.masks import Runs
+from eagle3.data.probing import Result, probe_files
+from eagle3.data.store import DocumentRecord, Store, attempt
 from eagle3.errors import DataError
 from eagle3.names import LastHidden
 
 logger = logging.getLogger(__name__)
-_CHUNK_FILES = 64
 _PROGRESS_S = 5.0
 
 
@@ -49,18 +51,35 @@ class ShardDescription:
 
 @dataclass(frozen=True, eq=False)
 class DocumentIndex:
-    """The D usable documents of a directory, in its order."""
+    """The D usable documents of a directory, in its order. Planning and reading need nothing else.
 
-    names: tuple[str, ...]
-    """File names."""
+    The bytes of the token ids of document d are ``ids_bytes[d] * lengths[d]`` from
+    ``ids_offset[d]`` of file ``files[file[d]]``; plane p of its states starts at
+    ``state_offsets[d, p]`` (see :mod:`eagle3.data.layout`).
+    """
+
+    files: tuple[str, ...]
+    """File names, F of them."""
+    file: NDArray[np.int64]
+    """[D], place in ``files``."""
     lengths: NDArray[np.int64]
-    """Tokens."""
+    """[D], tokens."""
     runs: Runs
     """Supervised tokens as captured."""
     sample_hash: NDArray[np.uint64]
-    """Of all token ids."""
+    """[D], of all token ids."""
     prompt_hash: NDArray[np.uint64]
-    """Of the token ids before the first supervised one; of all where that leaves nothing."""
+    """[D], of the token ids before the first supervised one; of all where that leaves nothing."""
+    ids_offset: NDArray[np.int64]
+    """[D]"""
+    ids_bytes: NDArray[np.int64]
+    """[D], 4 or 8."""
+    state_offsets: NDArray[np.int64]
+    """[D, P]"""
+    sources: tuple[str, ...]
+    """Labels that the directory gives its documents; the empty one: none."""
+    source: NDArray[np.int64]
+    """[D], place in ``sources``."""
     dtype: torch.dtype
     """Of the states."""
     too_short: int = 0
@@ -69,46 +88,91 @@ class DocumentIndex:
     """Path and reason of unusable files, skipped."""
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.lengths)
 
     @property
     def fingerprint(self) -> str:
         """Hash of the set of documents."""
-        return hashlib.blake2b(np.sort(self.sample_hash).tobytes(), digest_size=8).hexdigest()
+        return hash_set(self.sample_hash)
+
+    def file_name(self, document: int) -> str:
+        """Name of the file that holds a document."""
+        return self.files[int(self.file[document])]
 
 
-@dataclass(frozen=True)
-class _Record:
-    """One document, as probed."""
+@runtime_checkable
+class IndexedStore(Protocol):
+    """A store whose directory has an index of its own."""
 
-    name: str
-    length: int
-    runs: NDArray[np.int64]
-    sample_hash: int
-    prompt_hash: int
-    dtype: torch.dtype
+    def stored_index(self, max_samples: int | None) -> DocumentIndex:
+        """All documents, or the first ``max_samples``.
+
+        Raises:
+            DataError: the index is damaged, or a file it names is missing or cut.
+        """
+
+
+def index_records(
+    records: Sequence[DocumentRecord], too_short: int = 0, bad: Sequence[tuple[str, str]] = ()
+) -> DocumentIndex:
+    """Lay records side by side; at least one, and all of one dtype."""
+    files = list(dict.fromkeys(r.file for r in records))
+    sources = list(dict.fromkeys(r.source for r in records))
+    place_of_file = {name: place for place, name in enumerate(files)}
+    place_of_source = {name: place for place, name in enumerate(sources)}
+
+    def column(values: list[int]) -> NDArray[np.int64]:
+        return np.array(values, np.int64)
+
+    return DocumentIndex(
+        files=tuple(files),
+        file=column([place_of_file[r.file] for r in records]),
+        lengths=column([r.length for r in records]),
+        runs=Runs.stack(r.runs for r in records),
+        sample_hash=np.array([r.sample_hash for r in records], np.uint64),
+        prompt_hash=np.array([r.prompt_hash for r in records], np.uint64),
+        ids_offset=column([r.ids_offset for r in records]),
+        ids_bytes=column([r.ids_bytes for r in records]),
+        state_offsets=np.array([r.state_offsets for r in records], np.int64),
+        sources=tuple(sources),
+        source=column([place_of_source[r.source] for r in records]),
+        dtype=getattr(torch, records[0].dtype),
+        too_short=too_short,
+        bad=tuple(bad),
+    )
 
 
 def build_index(
-    reader: SpeculatorsV1,
-    names: Sequence[str],
+    store: Store,
     cache: Path | str,
     bad_samples: BadSamples,
     num_workers: int,
+    max_samples: int | None = None,
 ) -> DocumentIndex:
-    """Probe ``names``, or take their index from ``cache``; bad files go to ``bad_samples``.
+    """Probe the files of ``store``, or take their index from the directory or from ``cache``.
+
+    Bad files go to ``bad_samples``. ``max_samples`` keeps the first so many documents; None: all.
 
     Raises:
         DataError: the first readable file has another layout than configured, there are too many
             bad files, or no document is left.
     """
-    path = index_cache.locate(reader, names, Path(cache))
+    if isinstance(store, IndexedStore):
+        return store.stored_index(max_samples)
+    path = index_cache.locate(store, max_samples, Path(cache))
     stored = index_cache.load(path)
-    if stored is None:
-        index = _probe_all(reader, names, bad_samples, num_workers)
-        index_cache.save(path, _to_arrays(index))
-        return index
-    index = _from_arrays(stored)
+    index = None if stored is None else _from_arrays(stored, store)
+    if index is None:
+        started = time.monotonic()
+        index = _probe_all(store, bad_samples, num_workers, max_samples)
+        index_cache.save(path, _to_arrays(index, store))
+        logger.info(
+            "indexed %s: %s files, %s tokens in %.1f s",
+            store.directory,
+            f"{len(store.files[:max_samples]):,}",
+            f"{int(index.lengths.sum()):,}",
+            time.monotonic() - started,
+        )
     for sample, reason in index.bad:
         bad_samples.add(sample, reason)
     return index
@@ -131,113 +195,130 @@ def validation_documents(prompt_hash: NDArray[np.uint64], val_ratio: float) -> N
 
 
 def _probe_all(
-    reader: SpeculatorsV1, names: Sequence[str], bad_samples: BadSamples, num_workers: int
+    store: Store, bad_samples: BadSamples, num_workers: int, max_samples: int | None
 ) -> DocumentIndex:
-    records: list[_Record] = []
+    records: list[DocumentRecord] = []
     bad: list[tuple[str, str]] = []
-    too_short = 0
-    for name, result in _probe_in_order(reader, names, num_workers):
+    seen = too_short = 0
+    for file, result in _probe_in_order(store, num_workers, max_samples):
         if isinstance(result, LayoutError) and not records:
             raise LayoutError(
                 f"{result}\nThe first readable file is so, hence the config and this directory do "
                 "not belong together."
             )
-        if isinstance(result, _Record) and records and result.dtype != records[0].dtype:
-            result = DataError(
-                f"{reader.directory / name}: key 'hidden_states': found {result.dtype}, expected "
-                f"{records[0].dtype} as in {records[0].name}. Capture the sample again."
-            )
+        if records:
+            result = _same_dtype(result, records[0].dtype, records[0].file, store.directory / file)
         if isinstance(result, DataError):
-            bad.append((str(reader.directory / name), str(result)))
+            bad.append((str(store.directory / file), str(result)))
             bad_samples.add(*bad[-1])
-        elif result.length < 2:
-            too_short += 1
-        else:
-            records.append(result)
+            seen += 1
+            continue
+        found = result if max_samples is None else result[: max(max_samples - seen, 0)]
+        seen += len(found)
+        too_short += sum(record.length < 2 for record in found)
+        records += [record for record in found if record.length >= 2]
     if not records:
         raise DataError(
             "\n".join(
                 [
-                    f"{reader.directory}: found {len(names)} files, {len(bad)} of them bad and "
-                    f"{too_short} shorter than two tokens, expected at least one usable document.",
+                    f"{store.directory}: found {len(store.files)} files, {len(bad)} of them bad "
+                    f"and {too_short} documents shorter than two tokens, expected at least one "
+                    "usable document.",
                     *(f"  {reason}" for _, reason in bad[:10]),
                 ]
             )
         )
-    return DocumentIndex(
-        names=tuple(r.name for r in records),
-        lengths=np.array([r.length for r in records], np.int64),
-        runs=Runs.stack(r.runs for r in records),
-        sample_hash=np.array([r.sample_hash for r in records], np.uint64),
-        prompt_hash=np.array([r.prompt_hash for r in records], np.uint64),
-        dtype=records[0].dtype,
-        too_short=too_short,
-        bad=tuple(bad),
+    return index_records(records, too_short, bad)
+
+
+def _same_dtype(result: Result, dtype: str, first_file: str, path: Path) -> Result:
+    if isinstance(result, DataError) or all(record.dtype == dtype for record in result):
+        return result
+    return DataError(
+        f"{path}: key 'hidden_states': found {result[0].dtype}, expected {dtype} as in "
+        f"{first_file}. Capture the sample again."
     )
 
 
 def _probe_in_order(
-    reader: SpeculatorsV1, names: Sequence[str], num_workers: int
-) -> Iterator[tuple[str, _Record | DataError]]:
-    """Probe in threads; results come in the order of ``names``."""
-    chunks = [names[i : i + _CHUNK_FILES] for i in range(0, len(names), _CHUNK_FILES)]
-    done, reported = 0, time.monotonic()
-    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="eagle3-index")
-    try:
-        for results in pool.map(lambda chunk: [_probe(reader, name) for name in chunk], chunks):
-            yield from zip(names[done:], results, strict=False)
+    store: Store, num_workers: int, max_samples: int | None
+) -> Iterator[tuple[str, Result]]:
+    """Results in the order of the files, with a line of progress every few seconds."""
+    files = store.files[:max_samples]  # a file holds one document or more
+    done, started = 0, time.monotonic()
+    reported = started
+    with closing(probe_files(store, files, num_workers)) as chunks:
+        for results in chunks:
+            yield from zip(files[done:], results, strict=False)
             done += len(results)
-            if time.monotonic() - reported > _PROGRESS_S:
-                reported = time.monotonic()
-                logger.info("indexing %s: %d of %d files", reader.directory, done, len(names))
-    finally:
-        pool.shutdown(cancel_futures=True)
+            now = time.monotonic()
+            if now - reported > _PROGRESS_S:
+                reported = now
+                rate = done / max(now - started, 1e-9)
+                left = int((len(files) - done) / rate)
+                logger.info(
+                    "indexing %s: %s of %s files (%.0f%%), %s files/s, %d:%02d left",
+                    store.directory,
+                    f"{done:,}",
+                    f"{len(files):,}",
+                    100 * done / len(files),
+                    f"{rate:,.0f}",
+                    left // 60,
+                    left % 60,
+                )
 
 
-def _probe(reader: SpeculatorsV1, name: str) -> _Record | DataError:
-    try:
-        sample = reader.open(name)
-    except DataError as error:
-        return error
-    runs = supervised_runs(sample.loss_mask.numpy())
-    prompt = int(runs[0, 0]) if len(runs) else 0
-    return _Record(
-        name=name,
-        length=len(sample),
-        runs=runs,
-        sample_hash=_hash_ids(sample, len(sample)),
-        prompt_hash=_hash_ids(sample, prompt or len(sample)),
-        dtype=sample.last_hidden.dtype,
-    )
-
-
-def _hash_ids(sample: Sample, stop: int) -> int:
-    content = sample.input_ids[:stop].numpy().astype("<i8").tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-def _to_arrays(index: DocumentIndex) -> dict[str, NDArray]:
+def _to_arrays(index: DocumentIndex, store: Store) -> dict[str, NDArray]:
+    bad = [str(Path(path).relative_to(store.directory)) for path, _ in index.bad]
     return {
-        "names": np.array(index.names, np.str_),
+        "files": np.array(index.files, np.str_),
+        "file_of": index.file,
         "lengths": index.lengths,
         "run_offsets": index.runs.offsets,
         "run_bounds": index.runs.bounds,
         "sample_hash": index.sample_hash,
         "prompt_hash": index.prompt_hash,
-        "dtype": np.array(str(index.dtype).removeprefix("torch.")),
+        "ids_offset": index.ids_offset,
+        "ids_bytes": index.ids_bytes,
+        "state_offsets": index.state_offsets,
+        "sources": np.array(index.sources, np.str_),
+        "source": index.source,
+        "dtype": np.array(_dtype_name(index.dtype)),
         "too_short": np.array(index.too_short),
-        "bad": np.array(index.bad, np.str_).reshape(-1, 2),
+        "bad": np.array(bad, np.str_),
     }
 
 
-def _from_arrays(arrays: dict[str, NDArray]) -> DocumentIndex:
-    return DocumentIndex(
-        names=tuple(arrays["names"].tolist()),
+def _from_arrays(arrays: dict[str, NDArray], store: Store) -> DocumentIndex | None:
+    """The stored index; None when a file that was bad is not any more.
+
+    A disk that failed for a moment must not cost a document for ever, and messages name the place
+    where the directory is now: so bad files, of which there are few, are probed again.
+    """
+    index = DocumentIndex(
+        files=tuple(arrays["files"].tolist()),
+        file=arrays["file_of"],
         lengths=arrays["lengths"],
         runs=Runs(arrays["run_offsets"], arrays["run_bounds"]),
         sample_hash=arrays["sample_hash"],
         prompt_hash=arrays["prompt_hash"],
+        ids_offset=arrays["ids_offset"],
+        ids_bytes=arrays["ids_bytes"],
+        state_offsets=arrays["state_offsets"],
+        sources=tuple(arrays["sources"].tolist()),
+        source=arrays["source"],
         dtype=getattr(torch, str(arrays["dtype"])),
         too_short=int(arrays["too_short"]),
-        bad=tuple((str(sample), str(reason)) for sample, reason in arrays["bad"]),
     )
+    bad = []
+    for file in arrays["bad"].tolist():
+        path = store.directory / file
+        result = _same_dtype(attempt(store, file), _dtype_name(index.dtype), index.files[0], path)
+        if not isinstance(result, DataError):
+            return None
+        bad.append((str(path), str(result)))
+    return replace(index, bad=tuple(bad))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -10,7 +10,8 @@ import torch
 
 from eagle3.data.datamodule import ShardDataModule
 from eagle3.data.declaration import Declaration
-from eagle3.data.formats import StateLayout
+from eagle3.data.layout import StateLayout
+from eagle3.data.settings import DataSettings
 from eagle3.names import LastHidden, LayerIdConvention, LongDocuments, TrainOn
 
 NUM_AUX, HIDDEN, VOCAB = 3, 4, 50
@@ -85,14 +86,15 @@ def shards(tmp_path: Path) -> Path:
 def build(tmp_path: Path) -> Callable[..., ShardDataModule]:
     """A data module with small defaults; any argument can be replaced."""
 
-    def make(shards: Path, **changes: Any) -> ShardDataModule:
-        arguments: dict[str, Any] = {
-            "shards": shards,
+    def make(
+        *shards: Path, capture: Callable[[], None] | None = None, **changes: Any
+    ) -> ShardDataModule:
+        settings: dict[str, Any] = {
+            "directories": shards,
+            "weights": (1.0,) * len(shards),
             "cache": tmp_path / "cache",
             "declaration": DECLARED,
-            "num_aux_layers": NUM_AUX,
-            "hidden_size": HIDDEN,
-            "vocab_size": VOCAB,
+            "layout": LAYOUT,
             "max_seq_len": 16,
             "val_max_seq_len": 32,
             "ttt_steps": 3,
@@ -101,13 +103,12 @@ def build(tmp_path: Path) -> Callable[..., ShardDataModule]:
             "split_context_tokens": 4,
             "val_ratio": 0.2,
             "train_on": TrainOn.assistant,
-            "max_samples": None,
             "max_bad_samples": 2,
             "num_workers": 2,
             "prefetch_windows": 2,
             "accumulate": 1,
             "seed": 0,
         }
-        return ShardDataModule(**(arguments | changes))
+        return ShardDataModule(DataSettings(**(settings | changes)), capture)
 
     return make

@@ -1,6 +1,5 @@
 """What is known of a directory without its states, and who validates."""
 
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -15,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from eagle3.data.bad_samples import BadSamples
-from eagle3.data.formats import LayoutError, SpeculatorsV1, StateLayout
+from eagle3.data.formats import open_store
 from eagle3.data.index import DocumentIndex, build_index, validation_documents
+from eagle3.data.layout import LayoutError, StateLayout
 from eagle3.errors import DataError
 
 Make = Callable[..., dict[str, Any]]
@@ -27,22 +27,12 @@ HASHES = hnp.arrays(np.uint64, st.integers(0, 40), elements=st.integers(0, 2**64
 @pytest.fixture
 def index_of(tmp_path: Path, layout: StateLayout) -> Callable[..., DocumentIndex]:
     def build(directory: Path, bad: BadSamples | None = None, **changes: Any) -> DocumentIndex:
-        reader = SpeculatorsV1(directory, layout)
+        store = open_store(directory, layout)
         arguments: dict[str, Any] = {"cache": tmp_path / "cache", "num_workers": 3}
         arguments |= {"bad_samples": BadSamples(2) if bad is None else bad} | changes
-        return build_index(reader, reader.names, **arguments)
+        return build_index(store, **arguments)
 
     return build
-
-
-def same(a: DocumentIndex, b: DocumentIndex) -> bool:
-    arrays = ("lengths", "sample_hash", "prompt_hash")
-    return (
-        all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
-        and np.array_equal(a.runs.bounds, b.runs.bounds)
-        and np.array_equal(a.runs.offsets, b.runs.offsets)
-        and (a.names, a.dtype, a.too_short, a.bad) == (b.names, b.dtype, b.too_short, b.bad)
-    )
 
 
 def test_index_of_a_directory(
@@ -51,68 +41,13 @@ def test_index_of_a_directory(
     documents = [document(9, 0, prompt=4), document(1, 1), document(6, 2, prompt=0)]
     documents[0]["loss_mask"][6] = 0
     index = index_of(write(tmp_path / "s", documents))
-    assert index.names == ("data_0.pt", "data_2.pt")
+    assert index.files == ("data_0.pt", "data_2.pt")
     assert index.lengths.tolist() == [9, 6]
     assert index.runs.bounds.tolist() == [[4, 6], [7, 9], [0, 6]]
     assert index.runs.totals().tolist() == [4, 6]
     assert index.too_short == 1
     assert index.dtype is torch.bfloat16
-
-
-def test_stored_index_is_taken_while_the_files_stay(
-    tmp_path: Path, document: Make, write: Write, index_of: Callable[..., DocumentIndex]
-) -> None:
-    shards = write(tmp_path / "s", [document(6, 0), document(1, 1), document(7, 2)])
-    (shards / "data_2.pt").write_bytes(b"bad")
-    first = index_of(shards)
-    before = sorted((tmp_path / "cache").rglob("*.npz"))
-    bad = BadSamples(2)
-    assert same(index_of(shards, bad), first)
-    assert bad.lines == [reason for _, reason in first.bad]
-    assert sorted((tmp_path / "cache").rglob("*.npz")) == before
-    assert sorted(p.name for p in shards.iterdir()) == ["data_0.pt", "data_1.pt", "data_2.pt"]
-    torch.save(document(8, 3), shards / "data_3.pt")
-    assert index_of(shards).names == ("data_0.pt", "data_3.pt")
-
-
-def test_replaced_file_makes_a_new_index(
-    tmp_path: Path, document: Make, write: Write, index_of: Callable[..., DocumentIndex]
-) -> None:
-    shards = write(tmp_path / "s", [document(6, 0)])
-    first = index_of(shards)
-    write(shards, [document(6, 1)])
-    os.utime(shards / "data_0.pt", (1, 1))
-    assert index_of(shards).fingerprint != first.fingerprint
-    write(shards, [document(60, 1)])
-    os.utime(shards / "data_0.pt", (1, 1))
-    assert index_of(shards).lengths.tolist() == [60]
-
-
-def test_damaged_stored_index_is_made_again(
-    tmp_path: Path, document: Make, write: Write, index_of: Callable[..., DocumentIndex]
-) -> None:
-    shards = write(tmp_path / "s", [document(6, 0)])
-    first = index_of(shards)
-    (stored,) = (tmp_path / "cache").rglob("*.npz")
-    stored.write_bytes(stored.read_bytes()[:50])
-    assert same(index_of(shards), first)
-
-
-def test_cache_inside_the_data_is_refused(
-    tmp_path: Path, document: Make, write: Write, index_of: Callable[..., DocumentIndex]
-) -> None:
-    shards = write(tmp_path / "s", [document(6)])
-    with pytest.raises(DataError, match=r"paths\.cache"):
-        index_of(shards, cache=shards / "cache")
-    assert [p.name for p in shards.iterdir()] == ["data_0.pt"]
-
-
-def test_cache_that_cannot_be_written_is_named(
-    tmp_path: Path, document: Make, write: Write, index_of: Callable[..., DocumentIndex]
-) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"paths\.cache: cannot write"):
-        index_of(write(tmp_path / "s", [document(6)]), cache=tmp_path / "file")
+    assert [index.file_name(d) for d in range(2)] == list(index.files)
 
 
 def test_copied_and_renumbered_directory_is_the_same_data(
@@ -194,11 +129,15 @@ def test_bad_files_are_listed_and_limited(
         with pytest.raises(DataError, match=r"2 bad samples, data\.max_bad_samples allows 1"):
             index_of(shards, bad)
         return
-    assert index_of(shards, bad).names == ("data_1.pt",)
+    assert index_of(shards, bad).files == ("data_1.pt",)
     assert len(bad) == 3
     for line, (name, what) in zip(
         bad.lines,
-        [("data_0.pt", "cut off"), ("data_2.pt", "hidden size"), ("data_3.pt", "torch.float32")],
+        [
+            ("data_0.pt", "cut off"),
+            ("data_2.pt", "hidden size"),
+            ("data_3.pt", "found float32, expected bfloat16"),
+        ],
         strict=True,
     ):
         assert name in line
@@ -218,7 +157,7 @@ def test_all_files_bad(
 def test_only_too_short_documents(
     tmp_path: Path, document: Make, write: Write, index_of: Callable[..., DocumentIndex]
 ) -> None:
-    with pytest.raises(DataError, match="1 shorter than two tokens"):
+    with pytest.raises(DataError, match="1 documents shorter than two tokens"):
         index_of(write(tmp_path / "s", [document(1)]))
 
 
@@ -248,17 +187,36 @@ def test_dangling_link_is_a_bad_file(
     assert "data_1.pt: cannot be read" in bad.lines[0]
 
 
-def test_large_directory_reports_progress(
+def test_file_that_went_away_after_it_was_listed_is_a_bad_file(
+    tmp_path: Path, document: Make, write: Write, layout: StateLayout
+) -> None:
+    store = open_store(write(tmp_path / "s", [document(6), document(7)]), layout)
+    (tmp_path / "s" / "data_0.pt").unlink()
+    bad = BadSamples(1)
+    assert build_index(store, tmp_path / "cache", bad, 1).files == ("data_1.pt",)
+    assert "data_0.pt: cannot be read" in bad.lines[0]
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_first_documents_only(
     tmp_path: Path,
     document: Make,
     write: Write,
     index_of: Callable[..., DocumentIndex],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    number: int,
 ) -> None:
-    monkeypatch.setattr("eagle3.data.index._PROGRESS_S", -1.0)
-    shards = write(tmp_path / "s", [document(3, seed) for seed in range(70)])
-    with caplog.at_level(logging.INFO, "eagle3"):
-        index = index_of(shards)
-    assert len(index) == 70
-    assert "64 of 70 files" in caplog.text
+    shards = write(tmp_path / "s", [document(6, seed) for seed in range(4)])
+    index = index_of(shards, max_samples=number)
+    assert index.files == tuple(f"data_{i}.pt" for i in range(min(number, 4)))
+    assert len(index_of(shards)) == 4, "another choice has an index of its own"
+
+
+def test_version_zero_stops_at_once(
+    tmp_path: Path, write: Write, document: Make, index_of: Callable[..., DocumentIndex]
+) -> None:
+    documents = [document(6, seed) for seed in range(3)]
+    for d in documents:
+        *aux, last = d.pop("hidden_states")
+        d |= {"hidden_state": torch.cat(aux, dim=1), "target": last}
+    with pytest.raises(LayoutError, match=r"data_0\.pt.*speculators v0"):
+        index_of(write(tmp_path / "s", documents), BadSamples(100))
