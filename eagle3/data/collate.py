@@ -1,114 +1,154 @@
-"""Segments and their samples to a :class:`PackedBatch`: the only place where the shift happens."""
+"""Segments to a :class:`PackedBatch`: the only place where the shift happens.
+
+A pack is allocated whole. What the index knows is laid at once (:func:`lay_rows`); token ids and
+states are then read straight into it, in any order: :func:`lay_ids` and :func:`state_targets` say
+what of a document goes where.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from eagle3.data.batch import PackedBatch
-from eagle3.data.formats import Sample
+from eagle3.data.buffers import HostMemory
+from eagle3.data.layout import StateLayout
+from eagle3.data.masks import supervised_runs
 from eagle3.data.packing import Segment
+from eagle3.data.reading import Target
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """What is known of a document before it is read."""
+
+    loss_mask: Bool[Tensor, " N"]
+    """bool, the whole document."""
+    source: str = ""
+    """Label of where it came from."""
+
+    def __len__(self) -> int:
+        return self.loss_mask.shape[0]
 
 
 @dataclass(frozen=True)
 class StatePlanes:
-    """Shape and dtype of the states of every pack of a directory."""
+    """Shape, dtype and memory of the states of every pack."""
 
-    aux_width: int
-    """``num_aux_layers * H``"""
-    hidden_size: int
+    layout: StateLayout
     dtype: torch.dtype
-    pin_memory: bool = False
-    """Allocate page-locked memory, for asynchronous copies to a CUDA device."""
-
-    @classmethod
-    def of(cls, sample: Sample) -> StatePlanes:
-        """As the states of ``sample``."""
-        last = sample.last_hidden
-        return cls(sum(block.shape[1] for block in sample.aux_hidden), last.shape[1], last.dtype)
+    memory: HostMemory
 
 
-def collate(
+def lay_rows(
     segments: Sequence[Segment],
-    samples: Sequence[Sample],
+    documents: Sequence[DocumentRows],
     max_seq_len: int,
+    planes: StatePlanes,
     epoch: int = 0,
     index: int = 0,
-    planes: StatePlanes | None = None,
 ) -> PackedBatch:
     """Lay ``segments`` end to end and pad to ``max_seq_len`` rows.
 
-    ``samples[k]`` has the states of the tokens from ``segments[k].start`` to at least
-    ``segments[k].stop``. Row i takes aux states of token i and everything else of token i + 1, as
-    drawn in :mod:`eagle3.data.batch`. States are copied once, bit by bit. Without segments the
-    pack is all padding, and ``planes`` must be given; else they default to the first sample's.
+    ``documents[k]`` is the one of ``segments[k]``. Row i takes aux states of token i and
+    everything else of token i + 1, as drawn in :mod:`eagle3.data.batch`. Without segments the pack
+    is all padding. Token ids are those of padding, and states are uninitialised, but rows of states
+    that nothing will be read into are zero.
     """
-    planes = planes or StatePlanes.of(samples[0])
-    batch = _allocate(planes, segments, samples, max_seq_len, epoch, index)
+    batch = _allocate(planes, segments, documents, max_seq_len, epoch, index)
     at = 0
-    for k, (segment, sample) in enumerate(zip(segments, samples, strict=True)):
-        _lay(batch, at, k, segment, sample)
+    for place, (segment, document) in enumerate(zip(segments, documents, strict=True)):
+        _lay(batch, at, place, segment, document)
         at += segment.rows
-    batch.aux_hidden[at:].zero_()
-    batch.last_hidden[at:].zero_()
+    _zero(batch.aux_hidden[at:])
+    unread = 0
+    for first, stop in (*gated_ranges(batch.loss_mask), (max_seq_len, max_seq_len)):
+        _zero(batch.last_hidden[unread:first])
+        unread = stop
     return batch
+
+
+def lay_ids(batch: PackedBatch, at: int, segment: Segment, input_ids: Int[Tensor, " N"]) -> None:
+    """Write the token ids of the whole document to where ``segment`` begins, row ``at``."""
+    assert segment.stop < len(input_ids), "the segment reaches past its document"
+    batch.input_ids[at : at + segment.rows] = input_ids[segment.start + 1 : segment.stop + 1]
+    following = input_ids[segment.start + 2 : segment.stop + 2]
+    batch.next_ids[at : at + len(following)] = following
+
+
+def state_targets(
+    batch: PackedBatch, segments: Sequence[Segment], layout: StateLayout
+) -> Iterator[tuple[int, Segment, list[Target]]]:
+    """Row of each segment's begin in ``batch``, which :func:`lay_rows` made of them, and where its
+    states go.
+
+    The last state is read only for rows whose gate is one: no loss reads the others.
+    """
+    at = 0
+    for segment in segments:
+        rows = slice(at, at + segment.rows)
+        targets = [Target(layout.aux, segment.start, batch.aux_hidden[rows])]
+        for first, stop in gated_ranges(batch.loss_mask[rows]):
+            out = batch.last_hidden[at + first : at + stop]
+            targets.append(Target(layout.last, segment.start + 1 + first, out))
+        yield at, segment, targets
+        at += segment.rows
+
+
+def gated_ranges(gates: Bool[Tensor, " N"]) -> list[tuple[int, int]]:
+    """The runs of ones."""
+    return [(start, stop) for start, stop in supervised_runs(gates.numpy()).tolist()]
+
+
+def _zero(states: Tensor) -> None:
+    """Without the threads that PyTorch would start for each of ours."""
+    states.view(torch.uint8).numpy()[:] = np.uint8(0)
 
 
 def _allocate(
     planes: StatePlanes,
     segments: Sequence[Segment],
-    samples: Sequence[Sample],
+    documents: Sequence[DocumentRows],
     max_seq_len: int,
     epoch: int,
     index: int,
 ) -> PackedBatch:
-    """Padding everywhere, but states left uninitialised: every row of them is written later."""
+    """Padding everywhere, but states left uninitialised."""
+    memory, layout = planes.memory, planes.layout
 
     def ids(value: int) -> Tensor:
-        return torch.full((max_seq_len,), value, dtype=torch.int64, pin_memory=planes.pin_memory)
+        return torch.full((max_seq_len,), value, dtype=torch.int64, pin_memory=memory.pinned)
 
     def gates() -> Tensor:
-        return torch.zeros(max_seq_len, dtype=torch.bool, pin_memory=planes.pin_memory)
-
-    def states(width: int) -> Tensor:
-        return torch.empty(max_seq_len, width, dtype=planes.dtype, pin_memory=planes.pin_memory)
+        return torch.zeros(max_seq_len, dtype=torch.bool, pin_memory=memory.pinned)
 
     assert sum(segment.rows for segment in segments) <= max_seq_len, "the pack overflows"
     return PackedBatch(
         input_ids=ids(0),
         next_ids=ids(-1),
-        aux_hidden=states(planes.aux_width),
-        last_hidden=states(planes.hidden_size),
+        aux_hidden=memory.empty(max_seq_len, layout.aux_width, planes.dtype),
+        last_hidden=memory.empty(max_seq_len, layout.hidden_size, planes.dtype),
         loss_mask=gates(),
         document_ids=ids(-1),
         position_ids=ids(0),
         start_mask=gates(),
-        document_lengths=tuple(len(sample) for sample in samples),
+        document_lengths=tuple(len(document) for document in documents),
+        document_sources=tuple(document.source for document in documents),
         epoch=epoch,
         index=index,
     )
 
 
-def _lay(batch: PackedBatch, at: int, place: int, segment: Segment, sample: Sample) -> None:
-    """Write the rows of ``segment`` from row ``at`` of the pack."""
-    rows = segment.rows
-    pack_rows = slice(at, at + rows)
-    tokens = slice(segment.start + 1, segment.stop + 1)
-    assert segment.stop < len(sample), "the segment reaches past its document"
-    batch.input_ids[pack_rows] = sample.input_ids[tokens]
-    batch.loss_mask[pack_rows] = sample.loss_mask[tokens]
-    following = sample.input_ids[segment.start + 2 : segment.stop + 2]
-    batch.next_ids[at : at + len(following)] = following
-    batch.document_ids[pack_rows] = place
-    batch.position_ids[pack_rows] = torch.arange(segment.start, segment.stop)
+def _lay(batch: PackedBatch, at: int, place: int, segment: Segment, document: DocumentRows) -> None:
+    """Write what the index knows of ``segment`` from row ``at`` of the pack."""
+    rows = slice(at, at + segment.rows)
+    batch.loss_mask[rows] = document.loss_mask[segment.start + 1 : segment.stop + 1]
+    batch.document_ids[rows] = place
+    batch.position_ids[rows] = torch.arange(segment.start, segment.stop)
     origin = at - segment.start
     batch.start_mask[origin + segment.own_start : origin + segment.own_stop] = True
-    column = 0
-    for block in sample.aux_hidden:
-        width = block.shape[1]
-        batch.aux_hidden[pack_rows, column : column + width] = block[:rows]
-        column += width
-    batch.last_hidden[pack_rows] = sample.last_hidden[1 : rows + 1]

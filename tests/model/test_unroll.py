@@ -10,14 +10,14 @@ from torch import Tensor
 
 from eagle3.config import ModelConfig
 from eagle3.data.batch import PackedBatch
-from eagle3.data.collate import collate
-from eagle3.data.formats import Sample
 from eagle3.data.packing import PackingRule, Segment, split_rows
+from eagle3.data.sample import Sample
 from eagle3.model.drafter import Drafter
 from eagle3.model.layers import NormLayout
 from eagle3.model.ttt import step_rows, unroll
 from eagle3.names import Arch, AttentionImpl, LongDocuments
 from eagle3.objective import row_counts, run_pack, window_loss
+from tests.data.laying import lay
 from tests.helpers import (
     TINY,
     Document,
@@ -190,10 +190,10 @@ def test_a_split_document_drafts_as_a_server_that_lost_its_first_rows() -> None:
             sample = Sample(
                 document.input_ids,
                 document.loss_mask,
-                (document.aux_hidden[segment.start : segment.stop + 1],),
-                document.last_hidden[segment.start : segment.stop + 1],
+                document.aux_hidden,
+                document.last_hidden,
             )
-            batch = collate([segment], [sample], max_seq_len=30).trim()
+            batch = lay([segment], [sample], max_seq_len=30).trim()
             packed = packed_logits(drafter, batch, steps)
             rest = Document(
                 document.input_ids[segment.start :],
