@@ -10,8 +10,9 @@ _LISTED = 20
 class BadSamples:
     """The bad samples that one rank met in a run, each counted once however often it is met."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, setting: str = "data.max_bad_samples") -> None:
+        """``setting`` is what the user sets to another ``limit``."""
+        self._limit, self._setting = limit, setting
         self._reasons: dict[str, str] = {}
 
     def __len__(self) -> int:
@@ -35,8 +36,8 @@ class BadSamples:
             raise DataError(
                 "\n".join(
                     [
-                        f"{len(self)} bad samples, data.max_bad_samples allows {self._limit}. "
-                        "Capture them again, remove the files, or raise data.max_bad_samples:",
+                        f"{len(self)} bad samples, {self._setting} allows {self._limit}. "
+                        f"Capture them again, remove the files, or raise {self._setting}:",
                         *(f"  {line}" for line in [*shown, *more]),
                     ]
                 )
