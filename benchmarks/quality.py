@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 
 from eagle3 import __version__
-from eagle3.data.vocab import VocabMap, save_vocab_map
+from eagle3.data.vocab import VocabMap
+from eagle3.data.vocab_files import save_vocab_map
 from eagle3.prefill import capture_sequences
 from eagle3.run_folder import read_metrics
 from eagle3.tokens import read_token_file
