@@ -44,8 +44,9 @@ class NormProbe:
 
     def check(self) -> None:
         """Stop when the declared kind of last state is clearly the worse reading."""
-        noise = 3 * (0.25 / max(self.rows, 1)) ** 0.5
-        if self.rows < MIN_ROWS or self.other_rate - self.declared_rate < max(_CLEARLY, noise):
+        if self.rows < MIN_ROWS or not clearly_above(
+            self.other_rate, self.declared_rate, self.rows
+        ):
             return
         other = _other(self.declared)
         raise DataError(
@@ -54,6 +55,12 @@ class NormProbe:
             f"{self.other_rate:.1%} as {other}: set data.last_hidden={other} (or check that "
             "paths.verifier is the model the states come from)"
         )
+
+
+def clearly_above(higher: float, lower: float, rows: int) -> bool:
+    """Whether one rate over ``rows`` rows is above another by more than chance."""
+    noise = 3 * (0.25 / max(rows, 1)) ** 0.5
+    return higher - lower >= max(_CLEARLY, noise)
 
 
 @torch.no_grad()

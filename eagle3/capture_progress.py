@@ -1,4 +1,4 @@
-"""How a capture is doing, in plain lines that a log file can hold."""
+"""How a capture or another long task is doing, in plain lines that a log file can hold."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ INTERVAL_S = 5.0
 
 
 class Progress:
-    """A line of tokens done, speed and time left, about every five seconds and at the end."""
+    """A line of units done, speed and time left, about every five seconds and at the end."""
 
-    def __init__(self, total: int, log: Callable[[str], None]) -> None:
-        """Start the clock for ``total`` tokens."""
-        self._total, self._log = total, log
+    def __init__(
+        self, total: int, log: Callable[[str], None], name: str = "capture", unit: str = "tokens"
+    ) -> None:
+        """Start the clock for ``total`` units of the task ``name``."""
+        self._total, self._log, self._name, self._unit = total, log, name, unit
         self._done = 0
         self._start = self._last = time.monotonic()
 
-    def add(self, tokens: int) -> None:
-        """Count finished tokens."""
-        self._done += tokens
+    def add(self, units: int) -> None:
+        """Count finished units."""
+        self._done += units
         now = time.monotonic()
         if now - self._last < INTERVAL_S and self._done < self._total:
             return
@@ -27,8 +29,9 @@ class Progress:
         rate = self._done / max(now - self._start, 1e-9)
         left = int((self._total - self._done) / rate)
         self._log(
-            f"capture: {self._done:,} of {self._total:,} tokens ({self._done / self._total:.0%}), "
-            f"{rate:,.0f} tokens/s, {left // 60}:{left % 60:02d} left"
+            f"{self._name}: {self._done:,} of {self._total:,} {self._unit} "
+            f"({self._done / self._total:.0%}), {rate:,.0f} {self._unit}/s, "
+            f"{left // 60}:{left % 60:02d} left"
         )
 
 

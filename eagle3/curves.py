@@ -17,11 +17,11 @@ References = Mapping[str, Mapping[str, float]]
 """Cheap drafters on the same rows: name -> {"accuracy": ..., "acceptance": ...}."""
 
 _TRAIN, _VALIDATION = "#9aa5b1", "#1f5fa8"
-_STEPS = ("#1f5fa8", "#2a9d8f", "#e9a03b", "#d1495b", "#7d5ba6", "#5c6b73", "#b56576")
+PALETTE = ("#1f5fa8", "#2a9d8f", "#e9a03b", "#d1495b", "#7d5ba6", "#5c6b73", "#b56576")
 _REFERENCE = "#444444"
 _LABEL_GAP = 0.02
 """Relative distance of lines below which their labels would overprint."""
-_STYLE = {
+STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -41,7 +41,7 @@ def draw_curves(rows: Rows, path: Path, *, title: str, references: References) -
         rows: as :func:`eagle3.run_folder.read_metrics` returns them.
         references: accuracy and acceptance length of cheap drafters, drawn as dashed lines.
     """
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(15, 4.8), dpi=110, layout="constrained")
         FigureCanvasAgg(figure)
         loss, accuracy, acceptance = figure.subplots(1, 3)
@@ -68,14 +68,14 @@ def _draw_accuracy(axes: Axes, rows: Rows) -> None:
     names = sorted({key for row in rows for key in row if key.startswith("val/full_acc/")})
     for index, name in enumerate(names):
         label = f"validation, k = {int(name.rsplit('/', 1)[1]) + 1}"
-        _plot(axes, rows, name, color=_STEPS[index % len(_STEPS)], marker="o", label=label)
+        _plot(axes, rows, name, color=PALETTE[index % len(PALETTE)], marker="o", label=label)
 
 
 def _draw_acceptance(axes: Axes, rows: Rows) -> None:
     axes.set_title("tokens per verifier pass")
     for name, label, color in (
         ("val/acceptance_replay", "replay (trust this one)", _VALIDATION),
-        ("val/acceptance_pooled", "pooled", _STEPS[2]),
+        ("val/acceptance_pooled", "pooled", PALETTE[2]),
     ):
         _plot(axes, rows, name, color=color, marker="o", label=label)
 

@@ -56,6 +56,17 @@ class VerifierWeights:
     config: VerifierConfig
 
 
+@dataclass(frozen=True)
+class HeadWeights:
+    """What turns a last state into logits."""
+
+    norm: Tensor
+    """[H], float32."""
+    head: Tensor
+    """[W, H]"""
+    config: VerifierConfig
+
+
 def read_verifier_config(directory: Path) -> VerifierConfig:
     """Read ``config.json``; the text part of a multimodal config counts."""
     path = directory / "config.json"
@@ -91,6 +102,24 @@ def read_verifier_config(directory: Path) -> VerifierConfig:
         rms_norm_eps=float(number("rms_norm_eps", "layer_norm_eps")),
         tied_embeddings=bool(tied),
         norm_adds_one=family.startswith(_UNIT_OFFSET_FAMILIES),
+    )
+
+
+def load_head_weights(directory: Path, dtype: torch.dtype) -> HeadWeights:
+    """Read final norm (float32) and head, but no embedding unless it is the head.
+
+    Raises:
+        VerifierError: as :func:`load_verifier_weights`.
+    """
+    config = read_verifier_config(directory)
+    files = _tensor_files(directory)
+    head = _head_name(files, config, _resolve(files, EMBED_NAMES, directory), directory)
+    shape = (config.vocab_size, config.hidden_size)
+    norm = _read(files, _resolve(files, NORM_NAMES, directory), shape[1:]).float()
+    return HeadWeights(
+        norm=norm + 1.0 if config.norm_adds_one else norm,
+        head=_read(files, head, shape).to(dtype),
+        config=config,
     )
 
 
