@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from eagle3.data.batch import PackedBatch
+from eagle3.decoding import Decode
 from eagle3.metrics import chain_results
 from eagle3.objective import StepResult
 
 COUNT = 16
 _CONTEXT_TOKENS = 12
-
-Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,8 @@ class Example:
     draft: tuple[int, ...]
     accepted: int
     """Leading draft tokens that are the verifier's."""
+    source: str = ""
+    """Label of where the document came from; empty: the batch does not say."""
 
 
 def pick_examples(
@@ -52,6 +52,7 @@ def pick_examples(
             verifier=tuple(verifier[index].tolist()),
             draft=tuple(draft[index].tolist()),
             accepted=int(chain.accepted[row].sum()),
+            source=_source(batch, row),
         )
         for index, row in enumerate(chosen.tolist())
     ]
@@ -69,26 +70,14 @@ def _context(batch: PackedBatch, row: int) -> tuple[int, ...]:
     return tuple(batch.input_ids[max(first, row + 1 - _CONTEXT_TOKENS) : row + 1].tolist())
 
 
+def _source(batch: PackedBatch, row: int) -> str:
+    return batch.document_sources[int(batch.document_ids[row])] if batch.document_sources else ""
+
+
 def table(examples: Sequence[Example], decode: Decode) -> tuple[list[str], list[list[str | int]]]:
     """Columns and rows, for a dashboard or a file."""
-    columns = ["context", "verifier", "draft", "accepted"]
+    columns = ["context", "verifier", "draft", "accepted", "source"]
     return columns, [
-        [decode(e.context), decode(e.verifier), decode(e.draft), e.accepted] for e in examples
+        [decode(e.context), decode(e.verifier), decode(e.draft), e.accepted, e.source]
+        for e in examples
     ]
-
-
-def decoder(verifier: Path) -> Decode:
-    """The verifier's tokenizer where it and the ``tokenizers`` package are there, else the ids."""
-    path = verifier / "tokenizer.json"
-    try:
-        from tokenizers import Tokenizer  # comes with the verifier extra
-    except ImportError:
-        return _ids
-    if not path.is_file():
-        return _ids
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
-
-
-def _ids(ids: Sequence[int]) -> str:
-    return " ".join(map(str, ids))

@@ -9,6 +9,9 @@ drafter scores 1.0 everywhere. Two acceptance lengths (tokens per verifier pass,
   starts at i + a + 1; length = tokens emitted / rounds. The one to trust and to select by. Row i
   emits x_{i+2}, so rows are walked whose gates l_{i+1} and l_{i+2} are one: the first answer
   token comes from the prefill, and nothing is drafted after the last.
+
+A round never leaves its answer, so the rounds of a pack are those of its documents, and the figures
+of one source of documents come from walking its documents only.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -27,6 +32,7 @@ from eagle3.replay import replay
 
 LENGTH_BUCKETS = (("0-1k", 1024), ("1-2k", 2048), ("2-4k", 4096), ("4-8k", 8192))
 _LAST_BUCKET = "8k+"
+_SOURCE_COUNTS = ("chains", "right", "emitted", "rounds")
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,13 @@ def chain_results(batch: PackedBatch, results: Sequence[StepResult]) -> ChainRes
 
 
 class AcceptanceMetrics(Metric):
-    """Everything validation reports, as float64 sums that ranks add up."""
+    """Everything validation reports, as float64 sums that ranks add up.
+
+    Args:
+        draft_steps: S.
+        sources: labels of documents to report apart, the same on every rank; with less than two
+            nothing is told apart. Documents with another label, or none, are in the totals only.
+    """
 
     full_state_update = False
 
@@ -77,17 +89,22 @@ class AcceptanceMetrics(Metric):
     rounds: Tensor
     bucket_rows: Tensor
     bucket_right: Tensor
+    by_source: Tensor
 
-    def __init__(self, draft_steps: int) -> None:
+    def __init__(self, draft_steps: int, sources: Sequence[str] = ()) -> None:
         super().__init__()
+        self.sources = tuple(sources) if len(sources) > 1 else ()
         buckets = len(LENGTH_BUCKETS) + 1
         sizes = dict.fromkeys(
             ("chains", "accepted", "conditional", "overlap", "rows", "loss"), draft_steps
         )
         sizes |= dict.fromkeys(("top1", "covered", "emitted", "rounds"), 1)
         sizes |= dict.fromkeys(("bucket_rows", "bucket_right"), buckets)
-        for name, size in sizes.items():
-            zero = torch.zeros(size, dtype=torch.float64)
+        # the last row holds documents of other labels
+        shapes = {name: (size,) for name, size in sizes.items()}
+        states = shapes | {"by_source": (len(self.sources) + 1, len(_SOURCE_COUNTS))}
+        for name, shape in states.items():
+            zero = torch.zeros(shape, dtype=torch.float64)
             self.add_state(name, default=zero, dist_reduce_fx="sum")
 
     def update(self, batch: PackedBatch, results: Sequence[StepResult]) -> None:
@@ -119,10 +136,34 @@ class AcceptanceMetrics(Metric):
         documents = batch.document_ids
         emits = torch.zeros_like(batch.loss_mask)
         emits[:-1] = batch.loss_mask[1:] & (documents[1:] == documents[:-1])
-        emits &= chain.gated[:, 0]
-        emitted, rounds = replay(emits.cpu().numpy(), chain.accepted.sum(1).cpu().numpy())
+        walkable = (emits & chain.gated[:, 0]).cpu().numpy()
+        accepted = chain.accepted.sum(1).cpu().numpy()
+        emitted, rounds = replay(walkable, accepted)
         self.emitted += emitted
         self.rounds += rounds
+        if self.sources:
+            self._add_sources(batch, chain, walkable, accepted)
+
+    def _add_sources(
+        self,
+        batch: PackedBatch,
+        chain: ChainResults,
+        walkable: NDArray[np.bool_],
+        accepted: NDArray[np.int64],
+    ) -> None:
+        place = {name: number for number, name in enumerate(self.sources)}
+        labels = batch.document_sources or ("",) * len(batch.document_lengths)
+        places = np.array([place.get(label, len(place)) for label in labels], np.int64)
+        source = places[batch.document_ids.cpu().numpy()]
+        for number in np.unique(source).tolist():
+            rows = source == number
+            here = torch.from_numpy(rows).to(chain.gated.device)
+            counts = (
+                int((chain.gated[:, 0] & here).sum()),
+                int((chain.correct[:, 0] & here).sum()),
+                *replay(walkable & rows, accepted),
+            )
+            self.by_source[number] += torch.tensor(counts).to(self.by_source)
 
     def compute(self) -> dict[str, float]:
         """Names as they stand on the dashboard, without the ``val/`` prefix.
@@ -150,6 +191,18 @@ class AcceptanceMetrics(Metric):
         for index, name in enumerate(names):
             if self.bucket_rows[index] > 0:
                 out[f"accuracy_by_length/{name}"] = float(by_length[index])
+        return out | self._source_values()
+
+    def _source_values(self) -> dict[str, float]:
+        """Figures of every source that has a judged row."""
+        chains, right, emitted, rounds = self.by_source.T
+        accuracy, acceptance = _ratio(right, chains), _ratio(emitted, rounds)
+        out = {}
+        for number, name in enumerate(self.sources):
+            if chains[number] > 0:
+                out[f"accuracy_by_source/{name}"] = float(accuracy[number])
+            if rounds[number] > 0:
+                out[f"acceptance_by_source/{name}"] = float(acceptance[number])
         return out
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from eagle3.examples import decoder, pick_examples, table
+from eagle3.decoding import decoder
+from eagle3.examples import Example, pick_examples, table
 from eagle3.objective import run_pack
 from tests.helpers import make_document, pack, tiny_drafter, tiny_head
 
@@ -14,6 +16,7 @@ from tests.helpers import make_document, pack, tiny_drafter, tiny_head
 def test_examples_are_the_judged_rows() -> None:
     drafter, head = tiny_drafter(), tiny_head()
     batch = pack([make_document(9, 1), make_document(30, 2)])
+    batch = replace(batch, document_sources=("chat", "code"))
     results = run_pack(
         drafter, head, batch, batch.aux_hidden, ttt_steps=3, mix=[("kl", 1.0)], with_overlap=True
     )
@@ -27,6 +30,9 @@ def test_examples_are_the_judged_rows() -> None:
         assert set(example.draft) | set(example.verifier) <= selected
         hits = [a == b for a, b in zip(example.draft, example.verifier, strict=True)]
         assert example.accepted <= [*hits, False].index(False)
+        places = [i for i, token in enumerate(tokens) if token == example.context[-1]]
+        labels = {batch.document_sources[int(batch.document_ids[place])] for place in places}
+        assert example.source in labels
         text = " ".join(map(str, tokens))
         assert " ".join(map(str, example.context)) in text
     first = results[0].rows.starts[0]
@@ -39,4 +45,6 @@ def test_examples_are_the_judged_rows() -> None:
 def test_without_a_tokenizer_the_ids_are_shown(tmp_path: Path) -> None:
     decode = decoder(tmp_path)
     assert decode([3, 4]) == "3 4"
-    assert table([], decode) == (["context", "verifier", "draft", "accepted"], [])
+    columns = ["context", "verifier", "draft", "accepted", "source"]
+    example = Example((1, 2), (3,), (4,), 0, "chat")
+    assert table([example], decode) == (columns, [["1 2", "3", "4", 0, "chat"]])

@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eagle3.data.batch import PackedBatch
 from eagle3.metrics import AcceptanceMetrics
@@ -170,3 +172,83 @@ def test_rows_that_emit_an_answer_token() -> None:
     mask = np.array([0, 0, 1, 1, 1, 0, 0, 1, 1], dtype=bool)
     assert answer_rows(mask).tolist() == [0, 1, 1, 0, 0, 0, 1, 0]
     assert answer_rows(np.array([True])).tolist() == []
+
+
+def with_sources(batch: PackedBatch, *labels: str) -> PackedBatch:
+    return replace(batch, document_sources=labels)
+
+
+def test_sources_by_hand() -> None:
+    """Two documents of code and one of chat, each walked on its own.
+
+    Accepted drafts per row (2 steps), rows that emit in brackets:
+    code 0 1 1 1 1 1: [0 2 0 0] 0 -> rounds at rows 0 and 1: 1 + 3 tokens in 2 rounds
+    chat 1 1 1 1:     [2 0] 0     -> one round of 2 tokens (a third would be past the answer)
+    code 1 1 1:       [0] 0       -> one round of 1 token
+    """
+    masks = [[0, 1, 1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1]]
+    documents = [make_document(len(m), i, mask=m) for i, m in enumerate(masks)]
+    batch = with_sources(pack(documents), "code", "chat", "code")
+    right = [[0, 1, 0, 0, 0, 1, 0, 0, 0, 0], [0, 1, 0, 0, 0, 1, 0, 0, 0, 0]]
+    metrics = AcceptanceMetrics(2, ["chat", "code", "math"])
+    metrics.update(batch, judged(batch, right))
+    values = metrics.compute()
+    assert values["acceptance_by_source/chat"] == pytest.approx(2 / 1)
+    assert values["acceptance_by_source/code"] == pytest.approx((4 + 1) / (2 + 1))
+    assert values["acceptance_replay"] == pytest.approx((4 + 2 + 1) / (2 + 1 + 1))
+    assert values["accuracy_by_source/chat"] == pytest.approx(1 / 3)
+    assert values["accuracy_by_source/code"] == pytest.approx(1 / 7)
+    assert not any("math" in name for name in values), "nothing of it was judged"
+
+
+@pytest.mark.parametrize("sources", [(), ("chat",)], ids=["none", "one"])
+def test_a_single_source_is_not_told_apart(sources: Sequence[str]) -> None:
+    batch = with_sources(pack([make_document(5, 1, mask=[1] * 5)]), "chat")
+    metrics = AcceptanceMetrics(1, sources)
+    metrics.update(batch, judged(batch, [[1] * 4]))
+    assert not any("by_source" in name for name in metrics.compute())
+
+
+@pytest.mark.parametrize("labels", [("chat", "new"), ()], ids=["unknown", "unlabelled"])
+def test_documents_of_other_labels_are_in_the_totals_only(labels: tuple[str, ...]) -> None:
+    batch = with_sources(pack([make_document(4, i, mask=[1] * 4) for i in range(2)]), *labels)
+    metrics = AcceptanceMetrics(1, ["chat", "code"])
+    metrics.update(batch, judged(batch, [[1, 1, 1, 0, 0, 0]]))
+    values = metrics.compute()
+    assert values["accuracy"] == pytest.approx(0.5)
+    found = {name: value for name, value in values.items() if "by_source" in name}
+    expected = {"accuracy_by_source/chat": 1.0, "acceptance_by_source/chat": 2.0} if labels else {}
+    assert found == expected
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_sources_add_up_to_the_total(data: st.DataObject) -> None:
+    """Whatever the packs, rounds and tokens of the sources sum to those of all documents."""
+    metrics = AcceptanceMetrics(2, ["a", "b", "c"])
+    for _ in range(data.draw(st.integers(1, 3))):
+        masks = data.draw(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=9), max_size=4))
+        if not masks:
+            continue
+        labels = [data.draw(st.sampled_from(["a", "b", "c", "d"])) for _ in masks]
+        documents = [make_document(len(m), i, mask=m) for i, m in enumerate(masks)]
+        batch = with_sources(pack(documents), *labels)
+        hits = st.lists(st.integers(0, 1), min_size=len(batch), max_size=len(batch))
+        metrics.update(batch, judged(batch, [data.draw(hits), data.draw(hits)]))
+    totals = [metrics.chains[:1], metrics.top1, metrics.emitted, metrics.rounds]
+    assert torch.equal(metrics.by_source.sum(0), torch.cat(totals))
+
+
+def test_sources_of_ranks_add_up() -> None:
+    """States have one shape on all ranks, so their sums are those of one rank with all packs."""
+    batches = [
+        with_sources(pack([make_document(6, i, mask=[1] * 6)]), label)
+        for i, label in enumerate(["b", "a"])
+    ]
+    together, *ranks = (AcceptanceMetrics(1, ["a", "b"]) for _ in range(3))
+    for rank, batch in zip(ranks, batches, strict=True):
+        results = judged(batch, [[1, 0, 1, 1, 0]])
+        rank.update(batch, results)
+        together.update(batch, results)
+    ranks[0].by_source += ranks[1].by_source
+    assert torch.equal(ranks[0].by_source, together.by_source)

@@ -35,6 +35,10 @@ def assert_same_training(world: TinyWorld, one: list[str], two: list[str]) -> No
         a, b = curve(first, name), curve(second, name)
         assert len(a) == len(b) > 0
         assert a == pytest.approx(b, rel=1e-4), name
+    assert not curve(first, "perf/rank_skew")
+    skew = curve(second, "perf/rank_skew")
+    assert len(skew) == len(curve(second, "train/loss"))
+    assert all(1.0 <= value <= 2.0 for value in skew), "largest over mean of two ranks"
     weights, others = last_weights(first), last_weights(second)
     assert weights.keys() == others.keys()
     for name, weight in weights.items():

@@ -10,7 +10,8 @@ import lightning
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 
-from eagle3.examples import Decode, table
+from eagle3.decoding import Decode
+from eagle3.examples import table
 from eagle3.model.build import ParameterRow
 from eagle3.module import DrafterModule
 

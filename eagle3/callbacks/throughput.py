@@ -1,7 +1,8 @@
 """Speed of training: tokens per second, waiting for data, memory, and the time that is left.
 
 One Lightning batch is one optimizer step. A step lasts from the end of the one before to its own
-end, the wait for its data included and validation left out.
+end, the wait for its data included and validation left out. In the steps that are logged the ranks
+compare themselves: who waits for data, and how unequal their own work is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
+from eagle3.callbacks.data_wait import DataWaitAlarm, RecentWaiting, Waiting
+from eagle3.callbacks.rank_times import OwnTime, gather, rank_skew, several_ranks
 from eagle3.data.batch import Window
 
 _RECENT_STEPS = 100
@@ -90,6 +94,8 @@ class Meter:
 class Throughput(Callback):
     """Logs ``perf/*`` and the axes beside the optimizer step, and keeps the :class:`Meter`.
 
+    Prints a warning when training waits for data, see :class:`DataWaitAlarm`.
+
     Args:
         total_steps: optimizer steps of the whole run.
         steps_per_epoch: optimizer steps of one epoch.
@@ -109,6 +115,9 @@ class Throughput(Callback):
         self.steps_done = 0
         self._clock = clock
         self._mark = 0.0
+        self._waiting = RecentWaiting()
+        self._alarm = DataWaitAlarm()
+        self._own_time = OwnTime(clock)
 
     @property
     def eta_s(self) -> float:
@@ -124,6 +133,21 @@ class Throughput(Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
     ) -> None:
         self._mark = self._clock()
+
+    def on_train_batch_start(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        batch: Window,
+        batch_idx: int,
+    ) -> None:
+        if _is_logged(trainer) and several_ranks():
+            self._own_time.start(trainer.strategy.root_device)
+
+    def on_before_backward(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, loss: Tensor
+    ) -> None:
+        self._own_time.backward_begins(trainer.strategy.root_device)
 
     def on_train_batch_end(
         self,
@@ -145,7 +169,13 @@ class Throughput(Callback):
         self.meter.add(step)
         self.steps_done += 1
         self.supervised_tokens += step.supervised
-        pl_module.log_dict(self._values(trainer))
+        if batch_idx > 0:  # the first window of an epoch is always waited for
+            rows = step.rows / trainer.world_size
+            self._waiting.add(Waiting(step.seconds, step.wait_s, step.read_bytes, rows))
+        values = self._values(trainer)
+        if _is_logged(trainer):
+            values |= self._compare_ranks(trainer)
+        pl_module.log_dict(values)
 
     def on_validation_epoch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
@@ -165,6 +195,19 @@ class Throughput(Callback):
         self.supervised_tokens = state_dict["supervised_tokens"]
         self.steps_done = state_dict["steps_done"]
 
+    def _compare_ranks(self, trainer: lightning.Trainer) -> dict[str, float]:
+        """Warn where a rank waits for data; the skew of the ranks where there are several."""
+        self._own_time.stop()
+        recent = self._waiting.total()
+        own = [self._own_time.seconds, *vars(recent).values()]
+        own_s, *ranks = gather(own, trainer.strategy.root_device).T
+        waiting = [Waiting(*values) for values in torch.stack(ranks, dim=1).tolist()]
+        worst = max(range(len(waiting)), key=lambda rank: waiting[rank].share)
+        warning = self._alarm.judge(worst, waiting[worst])
+        if warning is not None and trainer.is_global_zero:
+            print(warning, flush=True)
+        return {"perf/rank_skew": rank_skew(own_s)} if several_ranks() else {}
+
     def _values(self, trainer: lightning.Trainer) -> dict[str, float]:
         meter = self.meter
         return {
@@ -180,6 +223,11 @@ class Throughput(Callback):
             "perf/mem_GiB": peak_memory_gib(trainer.strategy.root_device),
             "perf/eta_h": self.eta_s / 3600,
         }
+
+
+def _is_logged(trainer: lightning.Trainer) -> bool:
+    """Whether Lightning writes the figures of this step; the same on every rank."""
+    return (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
 
 
 def peak_memory_gib(device: torch.device) -> float:
