@@ -16,6 +16,8 @@ _HOW_TO_SET = {
     "verifier": "paths.verifier=/directory/with/config.json and *.safetensors",
     "shards": "paths.shards=/directory/with/data_*.pt",
     "val_shards": "paths.val_shards=/directory/with/data_*.pt",
+    "arrow": "paths.arrow=/directory/that/datasets/saved",
+    "source_labels": "paths.source_labels=/file.csv with sample_id,source",
     "vocab_map": "paths.vocab_map=/file/or/directory/with/d2t and t2d",
 }
 
@@ -37,7 +39,7 @@ def check_paths(config: Config) -> None:
     Raises:
         ConfigError: one line per missing path.
     """
-    wanted = ["val_shards", "vocab_map"]
+    wanted = ["val_shards", "vocab_map", "arrow", "source_labels"]
     if config.capture.source is CaptureSource.off:
         wanted += ["verifier", "shards"]
     missing = [
@@ -45,6 +47,13 @@ def check_paths(config: Config) -> None:
         for name in wanted
         if (path := getattr(config.paths, name)) is not None and not Path(path).exists()
     ]
+    missing += [
+        f"data.mixture: {part.path} does not exist: give directories of captured states"
+        for part in config.data.mixture
+        if not Path(part.path).exists()
+    ]
+    if config.resume is not None and not Path(config.resume).is_file():
+        missing.append(f"resume={config.resume} is not a file: give a checkpoint of a run")
     if missing:
         raise ConfigError("\n       ".join(missing))
 
@@ -92,12 +101,28 @@ def accumulate(config: Config, world_size: int) -> int:
 def _paths(config: Config) -> Iterator[str]:
     if config.capture.source != CaptureSource.off:
         return  # the capture provides the verifier, the shards and the vocabulary map
-    needed = ["verifier", "shards"]
+    needed = ["verifier"] if config.data.mixture else ["verifier", "shards"]
     if config.model.draft_vocab_size < config.model.vocab_size:
         needed.append("vocab_map")
     for name in needed:
         if getattr(config.paths, name) is None:
             yield f"paths.{name} is not set: give {_HOW_TO_SET[name]}"
+
+
+def _mixture(config: Config) -> Iterator[str]:
+    parts = config.data.mixture
+    if not parts:
+        return
+    if config.paths.shards is not None:
+        yield "paths.shards and data.mixture are both set: give one of them"
+    if config.capture.source != CaptureSource.off:
+        yield "data.mixture and capture.source are both set: a capture fills one directory"
+    for part in parts:
+        if not part.path or not 0 < part.weight < math.inf:
+            yield (
+                f"data.mixture: path={part.path!r}, weight={part.weight}: expected a directory and "
+                "a weight > 0, such as data.mixture=[{path: /data/a, weight: 1.0}]"
+            )
 
 
 def _name(config: Config) -> Iterator[str]:
@@ -227,6 +252,9 @@ def _trainer(config: Config) -> Iterator[str]:
         yield str(error)
     if not _at_least_one(trainer.max_steps):
         yield f"trainer.max_steps={trainer.max_steps}: expected a value >= 1 or null"
+    if not _at_least_one(trainer.checkpoint_every_steps):
+        every = trainer.checkpoint_every_steps
+        yield f"trainer.checkpoint_every_steps={every}: expected a value >= 1 or null"
     if trainer.log_every_steps < 1:
         yield f"trainer.log_every_steps={trainer.log_every_steps}: expected a value >= 1"
     if not trainer.all_reduce_timeout_s > 0:
@@ -235,6 +263,7 @@ def _trainer(config: Config) -> Iterator[str]:
 
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _paths,
+    _mixture,
     _name,
     _ranges,
     _split,

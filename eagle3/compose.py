@@ -242,7 +242,7 @@ def _nearest(key: str, candidates: list[str]) -> str:
 
 
 def _unknown_key(key: str) -> ConfigError:
-    valid = [*_dotted_keys(OmegaConf.structured(Config)), "name", "weight"]
+    valid = [*_dotted_keys(OmegaConf.structured(Config)), "name", "path", "weight"]
     return ConfigError(
         f"unknown key '{key}'; the nearest valid key is '{_nearest(key, valid + _groups())}'. "
         f"All keys: {_LIST_KEYS}"

@@ -16,6 +16,7 @@ from eagle3.names import (
     AttentionImpl,
     BodyInit,
     CaptureSource,
+    DataChange,
     LastHidden,
     LayerIdConvention,
     LmHeadInit,
@@ -23,6 +24,7 @@ from eagle3.names import (
     Noise,
     NormPreset,
     Precision,
+    ReadMode,
     RopeType,
     Schedule,
     TrainOn,
@@ -37,11 +39,15 @@ class PathsConfig:
     verifier: str | None = None
     """Directory with the verifier's ``config.json`` and ``*.safetensors``."""
     shards: str | None = None
-    """Directory of captured hidden states."""
+    """Directory of captured hidden states; several: see ``data.mixture``."""
     val_shards: str | None = None
     """Explicit validation directory; null: chosen from ``shards`` by hash of the prompt."""
     vocab_map: str | None = None
     """Draft vocabulary map (``.safetensors``/``.pt`` file or directory with d2t and t2d)."""
+    arrow: str | None = None
+    """Token ids and masks of a speculators directory; null: beside its states."""
+    source_labels: str | None = None
+    """CSV file with sample_id,source; null: ``sources.csv`` in each directory, or its name."""
     output: str = "runs"
     """Run folders are made here."""
     cache: str = ".cache/eagle3"
@@ -49,9 +55,20 @@ class PathsConfig:
 
 
 @dataclass(frozen=True)
+class MixturePart:
+    """One of several directories to train on."""
+
+    path: str = ""
+    weight: float = 1.0
+    """How often an epoch takes each of its documents; 0.5: every other one, by turns."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Reading, packing and splitting of documents."""
 
+    mixture: list[MixturePart] = field(default_factory=list)
+    """Several directories with weights, instead of ``paths.shards``."""
     aux_layer_ids: list[int] | None = None
     """Ids of the stored aux layers; null: as the data directory declares."""
     layer_id_convention: LayerIdConvention | None = None
@@ -65,14 +82,18 @@ class DataConfig:
     val_ratio: float = 0.05
     """Share of prompts held out for validation."""
     max_samples: int | None = None
-    """Use only the first so many documents; null: all."""
+    """Use only the first so many documents of each directory; null: all."""
     max_bad_samples: int = 10
     """Unreadable or non-finite samples skipped in a run before it stops."""
     num_workers: int = 4
     """Reader threads per rank."""
+    read_mode: ReadMode = ReadMode.auto
+    """How bytes leave the disk; auto: measured at the start."""
     prefetch_windows: int = 2
     """Optimizer windows read ahead per rank."""
     noise: Noise = Noise.gaussian
+    on_change: DataChange = DataChange.refuse
+    """What continuing a run does when its documents are no longer the same."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +181,8 @@ class TrainerConfig:
     max_steps: int | None = None
     """Stop after so many optimizer steps; null: ``epochs`` decide."""
     log_every_steps: int = 10
+    checkpoint_every_steps: int | None = None
+    """Also save a checkpoint every so many optimizer steps; null: at epoch ends and the best."""
     all_reduce_timeout_s: float = 60.0
     """Limit of the first all-reduce; past it the message names the usual remedies."""
 
@@ -216,6 +239,8 @@ class Config:
     tokens_per_step: int | None = None
     """Rows of one optimizer step over all ranks, reached by accumulation; null: one pack a rank."""
     seed: int = 0
+    resume: str | None = None
+    """Checkpoint to continue from, with the settings of its run; null: begin anew."""
     paths: PathsConfig = field(default_factory=PathsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -14,7 +14,8 @@ class SourcePaths:
     """Directories a run reads; those of a demo may not exist yet."""
 
     verifier: Path
-    shards: Path
+    shards: tuple[Path, ...]
+    weights: tuple[float, ...] = (1.0,)
 
 
 def source_paths(config: Config) -> SourcePaths:
@@ -24,12 +25,16 @@ def source_paths(config: Config) -> SourcePaths:
     """
     if config.capture.source is CaptureSource.off:
         assert config.paths.verifier is not None
+        verifier, parts = Path(config.paths.verifier), config.data.mixture
+        if parts:
+            weights = tuple(part.weight for part in parts)
+            return SourcePaths(verifier, tuple(Path(part.path) for part in parts), weights)
         assert config.paths.shards is not None
-        return SourcePaths(Path(config.paths.verifier), Path(config.paths.shards))
+        return SourcePaths(verifier, (Path(config.paths.shards),))
     count = config.capture.num_samples
     cache = Path(config.paths.cache) / "smollm2"
     shards = config.paths.shards or cache / ("shards" if count is None else f"shards_{count}")
-    return SourcePaths(Path(config.paths.verifier or cache / "verifier"), Path(shards))
+    return SourcePaths(Path(config.paths.verifier or cache / "verifier"), (Path(shards),))
 
 
 def prepare_verifier(config: Config) -> None:
@@ -48,7 +53,7 @@ def capture_shards(config: Config, paths: SourcePaths) -> None:
     capture_token_file(
         paths.verifier,
         asset_path(),
-        paths.shards,
+        paths.shards[0],
         aux_layer_ids=config.capture.aux_layer_ids,
         num_samples=config.capture.num_samples,
         batch_tokens=config.capture.batch_tokens,

@@ -22,9 +22,10 @@ from eagle3.callbacks import (
 from eagle3.callbacks.tables import Tables
 from eagle3.checks import accumulate
 from eagle3.config import Config
+from eagle3.decoding import decoder
 from eagle3.distributed import Ranks, placement, ranks_from_environment
-from eagle3.examples import decoder
 from eagle3.inputs import Inputs, load_inputs
+from eagle3.log_lines import show_log_lines
 from eagle3.loggers import Loggers, start_loggers
 from eagle3.module import DrafterModule
 from eagle3.names import Precision
@@ -39,6 +40,8 @@ def fit(config: Config, run: Run) -> float:
     The W&B run is finished with the right exit code also when something raises.
     """
     quiet_lightning()
+    if run.is_main:
+        show_log_lines()
     loggers = start_loggers(config, run)
     try:
         result = _fit(config, run, loggers)
@@ -67,6 +70,7 @@ def _fit(config: Config, run: Run, loggers: Loggers) -> float:
         schedule,
         _provenance(config, inputs),
         tokens_lost=inputs.data.report.lost_tokens,
+        sources=inputs.data.sources,
     )
     callbacks = build_callbacks(config, run, inputs, schedule)
     trainer = lightning.Trainer(
@@ -87,7 +91,7 @@ def _fit(config: Config, run: Run, loggers: Loggers) -> float:
     )
     started = time.monotonic()
     try:
-        trainer.fit(module, datamodule=inputs.data)
+        trainer.fit(module, datamodule=inputs.data, ckpt_path=config.resume, weights_only=True)
     except BaseException as error:
         reason = exit_reason(error, trainer)
         ended = Ended(reason, time.monotonic() - started, module.skipped_steps)
@@ -140,7 +144,9 @@ def build_callbacks(
     """Throughput, progress, validation and checkpoints; the order matters to progress."""
     throughput = Throughput(schedule.total_steps, inputs.data.steps_in_epoch(0))
     validation = ValidationSchedule(config.val.every_steps, schedule.total_steps)
-    checkpoints = checkpoint_callbacks(run.directory / "checkpoints")
+    checkpoints = checkpoint_callbacks(
+        run.directory / "checkpoints", config.trainer.checkpoint_every_steps
+    )
     tables = Tables(run.directory, decoder(inputs.verifier), inputs.parameters)
     return [throughput, Progress(throughput, config.epochs), validation, tables, *checkpoints]
 
@@ -170,6 +176,10 @@ def quiet_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     # Lightning's use of a torch interface that is on its way out; nothing a user can mend.
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated")
+    # The data module keeps the position itself, see eagle3/data/position.py.
+    warnings.filterwarnings("ignore", message=r"You're resuming from a checkpoint that ended")
+    # A run that is continued keeps its checkpoints in a folder of its own.
+    warnings.filterwarnings("ignore", message=r"The dirpath has changed from")
     # Every figure is reduced before it is logged, see the module and the metrics.
     warnings.filterwarnings("ignore", message=r"It is recommended to use .*sync_dist=True")
 

@@ -14,7 +14,17 @@ from eagle3.checks import accumulate
 from eagle3.config import Config
 from eagle3.data.datamodule import ShardDataModule
 from eagle3.data.declaration import Declaration
-from eagle3.data.vocab import VocabMap, load_vocab_map, save_vocab_map
+from eagle3.data.layout import StateLayout
+from eagle3.data.settings import DataSettings
+from eagle3.data.tokenizer_fingerprint import read_tokenizer
+from eagle3.data.vocab import VocabMap
+from eagle3.data.vocab_files import (
+    MapOrigin,
+    check_tokenizer,
+    load_vocab_map,
+    read_origin,
+    save_vocab_map,
+)
 from eagle3.demo import SourcePaths, capture_shards, prepare_verifier, source_paths
 from eagle3.distributed import Ranks
 from eagle3.model.build import (
@@ -31,8 +41,10 @@ from eagle3.model.verifier_head import VerifierHead
 from eagle3.model.weights import load_verifier_weights, read_verifier_config
 from eagle3.names import CaptureSource, Precision
 from eagle3.provenance import Run
+from eagle3.resources import resource_lines
 
 VOCAB_FILE = "vocab_map.safetensors"
+VALIDATION_FILE = "validation_samples.txt"
 _PROBE_ROWS = 4096
 
 Say = Callable[[str], None]
@@ -68,15 +80,26 @@ def load_inputs(
     check_layers(data.description.aux_layer_ids, verifier)
     for line in data.report.lines():
         say(line)
+    for line in resource_lines(
+        data.bytes_per_token,
+        config.max_seq_len,
+        data.settings.accumulate,
+        config.data.prefetch_windows,
+        config.data.num_workers,
+        ranks_on_host=ranks.local_world_size,
+    ):
+        say(line)
     counts = data.token_frequencies()
-    vocab = _vocab_map(config, counts)
+    vocab, origin = _vocab_map(config, paths, data, counts, say)
     coverage = float(counts[vocab.t2d].sum() / counts.sum().clamp(min=1))
     say(
         f"draft vocabulary: {vocab.draft_size:,} of {vocab.verifier_size:,} tokens, "
         f"{coverage:.2%} of the supervised training tokens"
     )
     if run.is_main:
-        save_vocab_map(run.directory / VOCAB_FILE, vocab)
+        save_vocab_map(run.directory / VOCAB_FILE, vocab, origin)
+        held_out = "".join(f"{sample}\n" for sample in data.validation_samples())
+        (run.directory / VALIDATION_FILE).write_text(held_out, encoding="ascii")
     drafter, head, parameters = _models(config, paths, vocab, data, precision)
     for line in table_lines(parameters):
         say(line)
@@ -101,16 +124,17 @@ def build_data(
     data, model = config.data, config.model
     captures = config.capture.source is not CaptureSource.off
     ids = data.aux_layer_ids
-    return ShardDataModule(
-        shards=paths.shards,
-        val_shards=None if config.paths.val_shards is None else Path(config.paths.val_shards),
+    settings = DataSettings(
+        directories=paths.shards,
+        weights=paths.weights,
+        val_directory=_path(config.paths.val_shards),
         cache=Path(config.paths.cache),
+        arrow=_path(config.paths.arrow),
+        source_labels=_path(config.paths.source_labels),
         declaration=Declaration(
             None if ids is None else tuple(ids), data.layer_id_convention, data.last_hidden
         ),
-        num_aux_layers=model.num_aux_layers,
-        hidden_size=model.hidden_size,
-        vocab_size=model.vocab_size,
+        layout=StateLayout(model.num_aux_layers, model.hidden_size, model.vocab_size),
         max_seq_len=config.max_seq_len,
         val_max_seq_len=config.val.max_seq_len,
         ttt_steps=config.ttt_steps,
@@ -123,24 +147,42 @@ def build_data(
         max_samples=data.max_samples,
         max_bad_samples=data.max_bad_samples,
         num_workers=data.num_workers,
+        read_mode=data.read_mode,
         prefetch_windows=data.prefetch_windows,
+        on_change=data.on_change,
         accumulate=accumulate(config, ranks.world_size),
         seed=config.seed,
         rank=ranks.rank,
         world_size=ranks.world_size,
         pin_memory=pin_memory,
-        capture=partial(capture_shards, config, paths) if captures else None,
     )
+    return ShardDataModule(settings, partial(capture_shards, config, paths) if captures else None)
 
 
-def _vocab_map(config: Config, counts: torch.Tensor) -> VocabMap:
+def _path(path: str | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _vocab_map(
+    config: Config, paths: SourcePaths, data: ShardDataModule, counts: torch.Tensor, say: Say
+) -> tuple[VocabMap, MapOrigin]:
     """The given map, the identity, or (demo) the most frequent tokens of the responses."""
     draft, verifier = config.model.draft_vocab_size, config.model.vocab_size
     if config.paths.vocab_map is not None:
-        return load_vocab_map(Path(config.paths.vocab_map), draft, verifier)
+        given = Path(config.paths.vocab_map)
+        vocab = load_vocab_map(given, draft, verifier)
+        say(check_tokenizer(given, paths.verifier))
+        return vocab, read_origin(given)
+    tokenizer = read_tokenizer(paths.verifier)
+    origin = MapOrigin(
+        data_fingerprint=data.description.fingerprint,
+        tokenizer_fingerprint=None if tokenizer is None else tokenizer.fingerprint,
+        tokenizer_name=None if tokenizer is None else tokenizer.name,
+        counted_tokens=int(counts.sum()),
+    )
     if draft == verifier:
-        return VocabMap.identity(verifier)
-    return VocabMap.from_frequencies(counts, draft, verifier)
+        return VocabMap.identity(verifier), origin
+    return VocabMap.from_frequencies(counts, draft, verifier), origin
 
 
 def _models(

@@ -5,7 +5,7 @@ One Lightning batch is one optimizer window, so every step counter counts optimi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +55,7 @@ class DrafterModule(lightning.LightningModule):
         provenance: Mapping[str, Any],
         *,
         tokens_lost: int = 0,
+        sources: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -65,7 +66,7 @@ class DrafterModule(lightning.LightningModule):
         self.provenance = dict(provenance)
         self.tokens_lost = tokens_lost
         self.mix = [(term.name, term.weight) for term in config.loss.mix]
-        self.acceptance = AcceptanceMetrics(config.val.draft_steps)
+        self.acceptance = AcceptanceMetrics(config.val.draft_steps, sources)
         self.examples: list[Example] = []
         self.clipped_steps = 0
         self.skipped_steps = 0

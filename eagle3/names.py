@@ -25,6 +25,21 @@ class LongDocuments(StrEnum):
     drop = "drop"
 
 
+class DataChange(StrEnum):
+    """What continuing a run does when the documents are not those it began with."""
+
+    refuse = "refuse"
+    accept = "accept"
+
+
+class ReadMode(StrEnum):
+    """How states leave the disk, see :mod:`eagle3.data.byte_reader`."""
+
+    auto = "auto"
+    buffered = "buffered"
+    direct = "direct"
+
+
 class TrainOn(StrEnum):
     """Which tokens gate a loss: as captured, only the last answer of a document, or all."""
 

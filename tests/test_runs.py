@@ -161,7 +161,7 @@ def test_validation_without_a_readable_row_is_not_measured(tmp_path: Path) -> No
     documents = some_documents(6)
     world = make_world(tmp_path, documents)
     bad = some_documents(8)[7]
-    bad.last_hidden[3, 1] = float("nan")
+    bad.aux_hidden[3, 1] = float("nan")
     write_shards(tmp_path / "val", [bad])
     done = world.run("max_seq_len=16", "epochs=1", f"paths.val_shards={tmp_path / 'val'}")
     assert "val/data_0.pt" in done.stdout

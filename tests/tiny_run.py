@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3.data.vocab import VocabMap, save_vocab_map
+from eagle3.data.vocab import VocabMap
+from eagle3.data.vocab_files import save_vocab_map
 from tests.helpers import TINY, Document, make_document
 
 OVERRIDES = (

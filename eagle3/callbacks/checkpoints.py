@@ -1,6 +1,7 @@
 """Which checkpoints are kept, and how they reach the disk.
 
-Kept are the best by validation and the last at an epoch's end. File names carry no ``=`` (it would
+Kept are the best by validation, the last at an epoch's end, and if wanted the last within an epoch.
+File names carry no ``=`` (it would
 break command-line overrides): ``best.ckpt`` and ``step00001000.ckpt``.
 """
 
@@ -40,11 +41,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         temporary.replace(target)
 
 
-def checkpoint_callbacks(directory: Path) -> list[ModelCheckpoint]:
-    """Best on ``val/acceptance_replay`` (saved after validation), then the last of each epoch.
+def checkpoint_callbacks(directory: Path, every_steps: int | None = None) -> list[ModelCheckpoint]:
+    """Best on ``val/acceptance_replay`` (saved after validation), then the last of each epoch, then
+    the last at a multiple of ``every_steps`` optimizer steps.
 
     Args:
-        directory: made if missing; holds at most these two files.
+        directory: made if missing; holds at most these files.
+        every_steps: optimizer steps between checkpoints within an epoch; None: none.
     """
     best = ModelCheckpoint(
         dirpath=directory,
@@ -65,4 +68,15 @@ def checkpoint_callbacks(directory: Path) -> list[ModelCheckpoint]:
         enable_version_counter=False,
         auto_insert_metric_name=False,
     )
-    return [best, last]
+    if every_steps is None:
+        return [best, last]
+    recent = ModelCheckpoint(
+        dirpath=directory,
+        filename="recent{step:08d}",
+        save_top_k=1,
+        every_n_train_steps=every_steps,
+        save_on_train_epoch_end=False,
+        enable_version_counter=False,
+        auto_insert_metric_name=False,
+    )
+    return [best, last, recent]

@@ -51,6 +51,8 @@ class PackedBatch:
     """bool, rows whose draft chain is trained here; false on context, look-ahead and padding."""
     document_lengths: tuple[int, ...]
     """Length in tokens of the whole document each segment comes from (for metrics by length)."""
+    document_sources: tuple[str, ...] = ()
+    """Label of where the document of each segment came from; empty: nobody asked."""
     epoch: int = 0
     index: int = 0
     """Place in the epoch's plan; (seed, epoch, index) seeds the noise of this pack."""

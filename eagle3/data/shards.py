@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle3.data.bad_samples import BadSamples
 from eagle3.data.declaration import Declaration, ResolvedDeclaration, resolve_declaration
-from eagle3.data.formats import SpeculatorsV1, StateLayout
-from eagle3.data.index import DocumentIndex, ShardDescription, build_index
+from eagle3.data.formats import open_store
+from eagle3.data.index import DocumentIndex, build_index
+from eagle3.data.layout import StateLayout
 from eagle3.data.masks import Runs
-from eagle3.data.packing import PackingRule, Segmentation, segment_documents
+from eagle3.data.reading import StateReader
+from eagle3.data.sources import label
 from eagle3.errors import DataError
-from eagle3.names import TrainOn
+from eagle3.names import ReadMode, TrainOn
 
 logger = logging.getLogger(__name__)
 _MOSTLY_SUPERVISED = 0.95
@@ -26,29 +28,20 @@ _MOSTLY_SUPERVISED = 0.95
 class Shards:
     """One directory under one ``train_on``."""
 
-    reader: SpeculatorsV1
+    reader: StateReader
     declaration: ResolvedDeclaration
     index: DocumentIndex
-    gates: Runs
-    """Gated rows of every document."""
+    runs: Runs
+    """Supervised tokens of every document under ``train_on``."""
+    sources: tuple[str, ...]
+    """Labels of where documents came from, see :mod:`eagle3.data.sources`."""
+    source: NDArray[np.int64]
+    """[D], place in ``sources``."""
 
     @property
-    def description(self) -> ShardDescription:
-        """The facts about the directory that others need."""
-        layout = self.reader.layout
-        return ShardDescription(
-            aux_layer_ids=self.declaration.aux_layer_ids,
-            last_hidden=self.declaration.last_hidden,
-            num_aux_layers=layout.num_aux_layers,
-            hidden_size=layout.hidden_size,
-            num_documents=len(self.index),
-            fingerprint=self.index.fingerprint,
-            declared_by=self.declaration.declared_by,
-        )
-
-    def segment(self, documents: Iterable[int], rule: PackingRule) -> Segmentation:
-        """Cut some of the documents."""
-        return segment_documents(documents, self.index.lengths, self.gates, rule)
+    def directory(self) -> Path:
+        """Where it lies."""
+        return self.reader.directory
 
 
 def open_shards(
@@ -61,28 +54,38 @@ def open_shards(
     cache: Path | str,
     bad_samples: BadSamples,
     num_workers: int,
+    arrow: Path | None = None,
+    source_labels: Path | None = None,
+    read_mode: ReadMode = ReadMode.buffered,
 ) -> Shards:
-    """Open a directory, or its first ``max_samples`` files.
+    """Open a directory, or its first ``max_samples`` documents.
+
+    Args:
+        arrow: as :func:`eagle3.data.formats.open_store`.
+        source_labels: as :func:`eagle3.data.sources.label`.
+        read_mode: as :func:`eagle3.data.read_mode.choose_reader`, for ``num_workers`` threads.
 
     Raises:
-        DataError: a fact is not declared, too many files are bad, the layout is another one, or
-            nothing is supervised.
+        DataError: a fact is not declared, too many files are bad, the layout is another one,
+            source labels are malformed, or nothing is supervised.
     """
-    reader = SpeculatorsV1(directory, layout)
+    store = open_store(Path(directory), layout, arrow)
     resolved = resolve_declaration(
-        declaration, reader.declaration(), layout.num_aux_layers, reader.directory
+        declaration, store.declaration(), layout.num_aux_layers, store.directory
     )
-    index = build_index(reader, reader.names[:max_samples], cache, bad_samples, num_workers)
+    index = build_index(store, cache, bad_samples, num_workers, max_samples)
     runs = index.runs.train_on(train_on, index.lengths)
-    shards = Shards(reader, resolved, index, runs.gated_rows())
-    _check_supervision(shards, runs, train_on)
+    sources, source = label(index, store.directory, source_labels)
+    reader = StateReader.open(store, index, read_mode, num_workers)
+    shards = Shards(reader, resolved, index, runs, sources, source)
+    _check_supervision(shards, train_on)
     return shards
 
 
-def _check_supervision(shards: Shards, runs: Runs, train_on: TrainOn) -> None:
-    directory, index = shards.reader.directory, shards.index
-    tokens, supervised = int(index.lengths.sum()), int(runs.totals().sum())
-    empty = int(np.count_nonzero(shards.gates.totals() == 0))
+def _check_supervision(shards: Shards, train_on: TrainOn) -> None:
+    directory, index = shards.directory, shards.index
+    tokens, supervised = int(index.lengths.sum()), int(shards.runs.totals().sum())
+    empty = int(np.count_nonzero(shards.runs.gated_rows().totals() == 0))
     if empty == len(index):
         raise DataError(
             f"{directory}: key 'loss_mask': found no supervised row in any of {len(index)} "

@@ -13,7 +13,7 @@ from eagle3.data.batch import PackedBatch, Window
 from eagle3.data.datamodule import ShardDataModule
 from eagle3.data.declaration import Declaration
 from eagle3.errors import ConfigError, DataError
-from eagle3.names import LastHidden, LayerIdConvention, LongDocuments
+from eagle3.names import LastHidden, LayerIdConvention, LongDocuments, ReadMode
 from tests.data.windows import chain_starts, reader_threads, windows
 
 Make = Callable[..., dict[str, Any]]
@@ -51,8 +51,9 @@ def test_windows_say_what_was_read(shards: Path, build: Build) -> None:
     data = build(shards)
     for window in windows(data):
         rows = sum(pack.num_rows for pack in window.packs)
-        documents = sum(len(pack.document_lengths) for pack in window.packs)
-        assert window.read_bytes == (rows + documents) * 4 * 4 * 2
+        gated = sum(int(pack.loss_mask.sum()) for pack in window.packs)
+        assert 0 < gated <= rows
+        assert window.read_bytes == (rows * 3 + gated) * 4 * 2, "last states for a loss only"
         assert window.wait_s >= 0
         assert window.bad_samples == ()
 
@@ -69,6 +70,15 @@ def test_threads_change_nothing(
     )
     assert [w.step for w in found] == list(range(len(reference)))
     for ours, theirs in zip(found, reference, strict=True):
+        assert all(equal(a, b) for a, b in zip(ours.packs, theirs.packs, strict=True))
+
+
+@pytest.mark.parametrize("read_mode", [ReadMode.auto, ReadMode.direct])
+def test_ways_of_reading_change_nothing(shards: Path, build: Build, read_mode: ReadMode) -> None:
+    reference = windows(build(shards, read_mode=ReadMode.buffered))
+    found = windows(build(shards, read_mode=read_mode))
+    for ours, theirs in zip(found, reference, strict=True):
+        assert ours.read_bytes == theirs.read_bytes
         assert all(equal(a, b) for a, b in zip(ours.packs, theirs.packs, strict=True))
 
 
@@ -203,7 +213,7 @@ def test_long_validation_documents_are_split_for_the_draft_steps(
 ) -> None:
     data = build(
         write(tmp_path / "s", [document(6, 0)]),
-        val_shards=write(tmp_path / "v", [document(40, 1, prompt=0)]),
+        val_directory=write(tmp_path / "v", [document(40, 1, prompt=0)]),
         val_max_seq_len=20,
         draft_steps=4,
     )
@@ -217,7 +227,7 @@ def test_long_validation_documents_are_split_for_the_draft_steps(
 def test_explicit_validation_directory(
     tmp_path: Path, shards: Path, document: Make, write: Write, build: Build
 ) -> None:
-    data = build(shards, val_shards=write(tmp_path / "v", [document(9, 50), document(9, 51)]))
+    data = build(shards, val_directory=write(tmp_path / "v", [document(9, 50), document(9, 51)]))
     data.setup()
     assert data.report.documents == 20
     assert data.val_report.documents == 2
@@ -237,7 +247,7 @@ def test_validation_of_other_states_is_refused(
 
     data = build(
         write(tmp_path / "s", [document(9)], config(2, 15, 27)),
-        val_shards=write(tmp_path / "v", [document(9, 1)], config(3, 16, 28)),
+        val_directory=write(tmp_path / "v", [document(9, 1)], config(3, 16, 28)),
         declaration=Declaration(),
     )
     with pytest.raises(DataError, match=r"layers \[3, 16, 28\].*expected \[2, 15, 27\]"):
@@ -272,7 +282,8 @@ def test_sample_batch_takes_the_first_documents(
     batch = data.sample_batch(max_rows=12)
     assert batch.document_ids.tolist() == [0] * 9 + [1] * 3
     assert torch.equal(batch.input_ids[:9], documents[0]["input_ids"][1:])
-    assert torch.equal(batch.last_hidden[9:], documents[1]["hidden_states"][3][1:4])
+    assert batch.loss_mask[9:].tolist() == [False, False, True]
+    assert torch.equal(batch.last_hidden[11], documents[1]["hidden_states"][3][3])
     assert len(data.sample_batch(max_rows=1000)) == 27
 
 

@@ -66,6 +66,8 @@ def test_the_whole_vocabulary_needs_no_map() -> None:
         ({"trainer": {"devices": [4, 4]}}, "trainer.devices=[4, 4]"),
         ({"trainer": {"devices": "4,5"}}, "trainer.devices='4,5'"),
         ({"trainer": {"max_steps": 0}}, "trainer.max_steps=0"),
+        ({"trainer": {"checkpoint_every_steps": 0}}, "trainer.checkpoint_every_steps=0"),
+        ({"data": {"mixture": [{"path": "a"}]}}, "paths.shards and data.mixture are both set"),
         ({"tokens_per_step": 6000}, "tokens_per_step=6000"),
         ({"name": "a=b"}, "name='a=b'"),
         ({"capture": {"source": "smollm2_tokens"}}, "capture.aux_layer_ids=[]"),
@@ -77,6 +79,21 @@ def test_an_impossible_value_is_named(tree: dict[str, Any], key: str) -> None:
         check(config_with(**tree))
     assert key in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+MIXED = {"verifier": "v", "shards": None, "vocab_map": "m"}
+
+
+def test_a_mixture_stands_for_the_shards() -> None:
+    check(config_with(paths=MIXED, data={"mixture": [{"path": "a"}, {"path": "b", "weight": 0.5}]}))
+
+
+@pytest.mark.parametrize(
+    "part", [{"path": "a", "weight": 0.0}, {"path": "a", "weight": -1.0}, {"weight": 1.0}], ids=str
+)
+def test_a_mixture_needs_directories_and_positive_weights(part: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"data\.mixture: path=.*expected a directory"):
+        check(config_with(paths=MIXED, data={"mixture": [part]}))
 
 
 def test_all_problems_are_said_at_once() -> None:
