@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eagle3.config import Config
 from eagle3.errors import ConfigError
-from eagle3.names import CaptureSource
+from eagle3.names import Arrival, CaptureSource
 from eagle3.ops.distillation import LOSSES
 
 _HOW_TO_SET = {
@@ -41,7 +41,9 @@ def check_paths(config: Config) -> None:
     """
     wanted = ["val_shards", "vocab_map", "arrow", "source_labels"]
     if config.capture.source is CaptureSource.off:
-        wanted += ["verifier", "shards"]
+        wanted += ["verifier"]
+        if config.data.arrival is Arrival.complete:  # otherwise the capture may make it later
+            wanted += ["shards"]
     missing = [
         f"paths.{name}={path} does not exist: give {_HOW_TO_SET[name]}"
         for name in wanted
@@ -125,6 +127,33 @@ def _mixture(config: Config) -> Iterator[str]:
             )
 
 
+def _growing(config: Config) -> Iterator[str]:
+    """What is not known before the last document has arrived cannot be asked for."""
+    data, paths = config.data, config.paths
+    if data.arrival is not Arrival.growing:
+        return
+    capture = None if config.capture.source is CaptureSource.off else config.capture.source
+    same = paths.val_shards is not None and paths.val_shards == paths.shards
+    apart = "another directory than paths.shards, its documents are not trained"
+    for key, value, fits, expected in (
+        (
+            "trainer.max_steps",
+            config.trainer.max_steps,
+            config.trainer.max_steps is not None,
+            "the optimizer steps that the learning rate is planned for",
+        ),
+        ("paths.val_shards", paths.val_shards, paths.val_shards is not None, "a directory"),
+        ("paths.val_shards", paths.val_shards, not same, apart),
+        ("data.mixture", data.mixture or None, not data.mixture, "paths.shards alone"),
+        ("data.max_samples", data.max_samples, data.max_samples is None, "null"),
+        ("resume", config.resume, config.resume is None, "null: there is no plan to continue"),
+        ("capture.source", capture, capture is None, "off: another process captures"),
+    ):
+        if not fits:
+            found = "null" if value is None else value
+            yield f"data.arrival=growing: found {key}={found}, expected {expected}"
+
+
 def _name(config: Config) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
         yield f"name={config.name!r}: it names a folder, give letters, digits, '.', '_' and '-'"
@@ -142,6 +171,7 @@ def _ranges(config: Config) -> Iterator[str]:
         ("seed", c.seed, "from 0 to 4294967295", 0 <= c.seed < 2**32),
         ("data.val_ratio", data.val_ratio, "in [0, 1)", 0 <= data.val_ratio < 1),
         ("data.max_bad_samples", data.max_bad_samples, ">= 0", data.max_bad_samples >= 0),
+        ("data.arrival_timeout_s", data.arrival_timeout_s, "> 0", data.arrival_timeout_s > 0),
         ("data.num_workers", data.num_workers, ">= 1", data.num_workers >= 1),
         ("data.prefetch_windows", data.prefetch_windows, ">= 1", data.prefetch_windows >= 1),
         ("data.max_samples", data.max_samples, ">= 1 or null", _at_least_one(data.max_samples)),
@@ -264,6 +294,7 @@ def _trainer(config: Config) -> Iterator[str]:
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _paths,
     _mixture,
+    _growing,
     _name,
     _ranges,
     _split,

@@ -13,6 +13,7 @@ from typing import Any
 from eagle3.names import (
     Accelerator,
     Arch,
+    Arrival,
     AttentionImpl,
     BodyInit,
     CaptureSource,
@@ -69,6 +70,10 @@ class DataConfig:
 
     mixture: list[MixturePart] = field(default_factory=list)
     """Several directories with weights, instead of ``paths.shards``."""
+    arrival: Arrival = Arrival.complete
+    """``growing``: train each document of ``paths.shards`` once, while a capture writes them."""
+    arrival_timeout_s: float = 600.0
+    """Seconds without a new document, while training waits for one, before the run stops."""
     aux_layer_ids: list[int] | None = None
     """Ids of the stored aux layers; null: as the data directory declares."""
     layer_id_convention: LayerIdConvention | None = None

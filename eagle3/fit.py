@@ -69,14 +69,14 @@ def _fit(config: Config, run: Run, loggers: Loggers) -> float:
         inputs.head,
         schedule,
         _provenance(config, inputs),
-        tokens_lost=inputs.data.report.lost_tokens,
+        tokens_lost=inputs.data.tokens_lost,
         sources=inputs.data.sources,
     )
     callbacks = build_callbacks(config, run, inputs, schedule)
     trainer = lightning.Trainer(
         **where,
         precision="bf16-mixed" if precision is Precision.bf16_mixed else "32-true",
-        max_epochs=config.epochs,
+        max_epochs=inputs.epochs,
         max_steps=config.trainer.max_steps or -1,
         logger=loggers.lightning or False,
         callbacks=callbacks,
@@ -130,7 +130,7 @@ def plan_lines(config: Config, inputs: Inputs, schedule: LrSchedule, ranks: Rank
     """Steps, warmup and tokens per step, for a last look before hours of training."""
     packs = accumulate(config, ranks.world_size) * ranks.world_size
     return [
-        f"plan: {schedule.total_steps:,} optimizer steps in {config.epochs} epochs "
+        f"plan: {schedule.total_steps:,} optimizer steps in {inputs.epochs} epochs "
         f"({inputs.data.steps_in_epoch(0):,} in the first), {schedule.warmup_steps:,} warmup",
         f"tokens per step: {packs * config.max_seq_len:,} rows at most ({packs} packs of "
         f"{config.max_seq_len:,} over {ranks.world_size} rank(s)), peak lr {config.lr:g}, "
@@ -148,7 +148,7 @@ def build_callbacks(
         run.directory / "checkpoints", config.trainer.checkpoint_every_steps
     )
     tables = Tables(run.directory, decoder(inputs.verifier), inputs.parameters)
-    return [throughput, Progress(throughput, config.epochs), validation, tables, *checkpoints]
+    return [throughput, Progress(throughput, inputs.epochs), validation, tables, *checkpoints]
 
 
 def _provenance(config: Config, inputs: Inputs) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import torch
 from eagle3.audit import noise_line, probe_last_hidden
 from eagle3.checks import accumulate
 from eagle3.config import Config
-from eagle3.data.datamodule import ShardDataModule
+from eagle3.data.datamodule import DataModule, ShardDataModule
 from eagle3.data.declaration import Declaration
+from eagle3.data.growing_datamodule import GrowingDataModule
 from eagle3.data.layout import StateLayout
 from eagle3.data.settings import DataSettings
 from eagle3.data.tokenizer_fingerprint import read_tokenizer
@@ -39,7 +40,7 @@ from eagle3.model.build import (
 from eagle3.model.drafter import Drafter
 from eagle3.model.verifier_head import VerifierHead
 from eagle3.model.weights import load_verifier_weights, read_verifier_config
-from eagle3.names import CaptureSource, Precision
+from eagle3.names import Arrival, CaptureSource, Precision
 from eagle3.provenance import Run
 from eagle3.resources import resource_lines
 
@@ -54,14 +55,16 @@ Say = Callable[[str], None]
 class Inputs:
     """What the trainer is built from."""
 
-    data: ShardDataModule
+    data: DataModule
     vocab: VocabMap
     drafter: Drafter
     head: VerifierHead
     vocab_coverage: float
-    """Share of supervised training tokens that the draft vocabulary holds."""
+    """Share of the supervised tokens in ``data.facts_from`` that the draft vocabulary holds."""
+    epochs: int
+    """Passes over the training documents."""
     total_steps: int
-    """Optimizer steps of the run, from the plan of every epoch."""
+    """Optimizer steps of the run, from the plan of every epoch; of growing data at most."""
     parameters: list[ParameterRow]
     verifier: Path
 
@@ -78,7 +81,7 @@ def load_inputs(
     data.prepare_data()
     data.setup()
     check_layers(data.description.aux_layer_ids, verifier)
-    for line in data.report.lines():
+    for line in data.start_lines():
         say(line)
     for line in resource_lines(
         data.bytes_per_token,
@@ -94,7 +97,7 @@ def load_inputs(
     coverage = float(counts[vocab.t2d].sum() / counts.sum().clamp(min=1))
     say(
         f"draft vocabulary: {vocab.draft_size:,} of {vocab.verifier_size:,} tokens, "
-        f"{coverage:.2%} of the supervised training tokens"
+        f"{coverage:.2%} of the supervised {data.facts_from} tokens"
     )
     if run.is_main:
         save_vocab_map(run.directory / VOCAB_FILE, vocab, origin)
@@ -104,22 +107,21 @@ def load_inputs(
     for line in table_lines(parameters):
         say(line)
     _probe(config, data, head, vocab, say)
-    steps = data.total_steps(config.epochs, config.trainer.max_steps)
+    epochs = data.epochs(config.epochs)
     return Inputs(
         data=data,
         vocab=vocab,
         drafter=drafter,
         head=head,
         vocab_coverage=coverage,
-        total_steps=steps,
+        epochs=epochs,
+        total_steps=data.total_steps(epochs, config.trainer.max_steps),
         parameters=parameters,
         verifier=paths.verifier,
     )
 
 
-def build_data(
-    config: Config, paths: SourcePaths, ranks: Ranks, *, pin_memory: bool
-) -> ShardDataModule:
+def build_data(config: Config, paths: SourcePaths, ranks: Ranks, *, pin_memory: bool) -> DataModule:
     """The data module of this rank; nothing is read yet."""
     data, model = config.data, config.model
     captures = config.capture.source is not CaptureSource.off
@@ -156,6 +158,9 @@ def build_data(
         world_size=ranks.world_size,
         pin_memory=pin_memory,
     )
+    if data.arrival is Arrival.growing:
+        assert config.trainer.max_steps is not None
+        return GrowingDataModule(settings, config.trainer.max_steps, data.arrival_timeout_s)
     return ShardDataModule(settings, partial(capture_shards, config, paths) if captures else None)
 
 
@@ -164,7 +169,7 @@ def _path(path: str | None) -> Path | None:
 
 
 def _vocab_map(
-    config: Config, paths: SourcePaths, data: ShardDataModule, counts: torch.Tensor, say: Say
+    config: Config, paths: SourcePaths, data: DataModule, counts: torch.Tensor, say: Say
 ) -> tuple[VocabMap, MapOrigin]:
     """The given map, the identity, or (demo) the most frequent tokens of the responses."""
     draft, verifier = config.model.draft_vocab_size, config.model.vocab_size
@@ -189,7 +194,7 @@ def _models(
     config: Config,
     paths: SourcePaths,
     vocab: VocabMap,
-    data: ShardDataModule,
+    data: DataModule,
     precision: Precision,
 ) -> tuple[Drafter, VerifierHead, list[ParameterRow]]:
     """Drafter and head; frozen tensors are bfloat16 where compute is, else float32."""
@@ -202,9 +207,7 @@ def _models(
     return drafter, head, parameter_table(drafter, head, weights.names)
 
 
-def _probe(
-    config: Config, data: ShardDataModule, head: VerifierHead, vocab: VocabMap, say: Say
-) -> None:
+def _probe(config: Config, data: DataModule, head: VerifierHead, vocab: VocabMap, say: Say) -> None:
     batch = data.sample_batch(_PROBE_ROWS).trim()
     probe = probe_last_hidden(head, batch, vocab)
     for line in probe.lines():

@@ -25,6 +25,13 @@ class LongDocuments(StrEnum):
     drop = "drop"
 
 
+class Arrival(StrEnum):
+    """Whether all training documents are there at the start, or a capture still writes them."""
+
+    complete = "complete"
+    growing = "growing"
+
+
 class DataChange(StrEnum):
     """What continuing a run does when the documents are not those it began with."""
 

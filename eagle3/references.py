@@ -91,11 +91,10 @@ def compare_references(
     training: Sequence[TokenDocument], validation: Sequence[TokenDocument], draft_steps: int
 ) -> tuple[Reference, ...]:
     """Fit on ``training`` where there is something to fit, judge on ``validation``."""
-    drafters: dict[str, CheapDrafter] = {
-        "bigram": Ngram(training, 2),
-        "trigram": Ngram(training, 3),
-        "prompt lookup": PromptLookup(),
-    }
+    drafters: dict[str, CheapDrafter] = {}
+    if training:
+        drafters = {"bigram": Ngram(training, 2), "trigram": Ngram(training, 3)}
+    drafters["prompt lookup"] = PromptLookup()
     return tuple(
         judge(name, drafter, validation, draft_steps) for name, drafter in drafters.items()
     )

@@ -13,6 +13,7 @@ planned as an epoch is, so the ranks get disjoint parts of it and as many steps 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ import numpy as np
 
 from eagle3.data.bad_samples import BadSamples
 from eagle3.data.batch import Window
-from eagle3.data.corpus import Corpus
+from eagle3.data.corpus import Corpus, check_same_states
 from eagle3.data.declaration import resolve_declaration
 from eagle3.data.growing import GrowingDirectory
 from eagle3.data.index import index_records
@@ -35,6 +36,8 @@ from eagle3.data.sources import apply_labels, read_labels
 from eagle3.data.store import DocumentRecord
 from eagle3.errors import DataError
 from eagle3.names import ReadMode
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class GrowingLoader:
     """Rows of a group, at least, over all ranks."""
     leave_out: Callable[[DocumentRecord], bool]
     """Documents that are not trained: by ``prompt_hash`` those that validate."""
+    same_as: Shards | None = None
+    """A directory of the same kind of states; None: not compared."""
+    max_steps: int | None = None
+    """Windows at most; None: as many as there are."""
 
     def __iter__(self) -> Iterator[Window]:
         step, waiting_since = 0, time.perf_counter()
@@ -62,25 +69,42 @@ class GrowingLoader:
                     waited = time.perf_counter() - waiting_since
                     yield replace(window, step=step, wait_s=waited)
                     step, waiting_since = step + 1, time.perf_counter()
+                    if step == self.max_steps:
+                        return
         if not step:
             raise DataError(
                 f"{self.source.directory}: found {self.source.documents:,} documents and no "
                 "supervised row to train on, expected some. Look at the loss masks of the capture, "
                 "at data.train_on and at the prompts that validate."
             )
+        at_most = f" of at most {self.max_steps:,}" if self.max_steps is not None else ""
+        logger.info(
+            "%s: complete, all that arrived is trained in %s optimizer steps%s",
+            self.source.directory,
+            f"{step:,}",
+            at_most,
+        )
 
     def _groups(self) -> Iterator[list[DocumentRecord]]:
         group: list[DocumentRecord] = []
-        rows = 0
+        rows = left_out = 0
         for batch in self.source:
             for record in batch:
                 if record.length < 2 or self.leave_out(record):
+                    left_out += 1
                     continue
                 group.append(record)
                 rows += record.length - 1
                 if rows >= self.group_rows:
                     yield group
                     group, rows = [], 0
+        logger.info(
+            "%s: %s documents arrived, %s of them left out (their prompt validates, or less than "
+            "two tokens)",
+            self.source.directory,
+            f"{self.source.documents:,}",
+            f"{left_out:,}",
+        )
         if group:
             yield group
 
@@ -124,4 +148,7 @@ class GrowingLoader:
         direct = settings.read_mode is ReadMode.direct
         mode = ReadMode.direct if direct else ReadMode.buffered
         reader = StateReader.open(store, index, mode, settings.num_workers)
-        return Corpus.join([Shards(reader, declared, index, runs, sources, place)])
+        shards = Shards(reader, declared, index, runs, sources, place)
+        if self.same_as is not None:
+            check_same_states(self.same_as, shards)
+        return Corpus.join([shards])

@@ -29,6 +29,16 @@ from eagle3.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
+class Validation:
+    """The documents that validate."""
+
+    corpus: Corpus
+    """The explicit validation directory, or the training directories."""
+    plan: EpochPlan
+    report: PackingReport
+
+
+@dataclass(frozen=True, eq=False)
 class Splits:
     """Training and validation documents of a run."""
 
@@ -37,10 +47,7 @@ class Splits:
     """The training directories."""
     documents: NDArray[np.int64]
     """The ones that are trained."""
-    val_corpus: Corpus
-    """The same corpus, or the explicit validation directory."""
-    val_plan: EpochPlan
-    val_report: PackingReport
+    validation: Validation
 
     def segmentation(self, epoch: int) -> Segmentation:
         """The documents of an epoch, cut."""
@@ -75,27 +82,34 @@ def open_splits(settings: DataSettings, bad_samples: BadSamples) -> Splits:
     corpus = Corpus.join(parts)
     if settings.val_directory is None:
         held_out = validation_documents(corpus.prompt_hash, settings.val_ratio)
-        val_corpus, val_documents = corpus, np.flatnonzero(held_out)
-        val_too_short = 0
+        validation = _validation(settings, corpus, np.flatnonzero(held_out), too_short=0)
     else:
         held_out = np.zeros(len(corpus), np.bool_)
-        validation = _open(settings.val_directory, settings, bad_samples, all_samples=True)
-        check_same_states(parts[0], validation)
-        val_corpus = Corpus.join([validation])
-        val_documents = np.arange(len(val_corpus))
-        val_too_short = val_corpus.too_short
-    cut = segment_documents(val_documents, val_corpus.lengths, val_corpus.gates, settings.val_rule)
-    val_plan = validation_plan(cut.segments, settings.val_max_seq_len, settings.world_size)
-    splits = Splits(
-        settings=settings,
-        corpus=corpus,
-        documents=np.flatnonzero(~held_out),
-        val_corpus=val_corpus,
-        val_plan=val_plan,
-        val_report=packing_report(cut, val_plan, settings.val_max_seq_len, val_too_short),
-    )
+        validation = open_validation(settings, bad_samples)
+        check_same_states(parts[0], validation.corpus.parts[0])
+    splits = Splits(settings, corpus, np.flatnonzero(~held_out), validation)
     _check_something_trains(splits)
     return splits
+
+
+def open_validation(settings: DataSettings, bad_samples: BadSamples) -> Validation:
+    """Open the explicit validation directory, all of which validates.
+
+    Raises:
+        DataError: as :func:`eagle3.data.shards.open_shards`.
+    """
+    assert settings.val_directory is not None
+    shards = _open(settings.val_directory, settings, bad_samples, all_samples=True)
+    corpus = Corpus.join([shards])
+    return _validation(settings, corpus, np.arange(len(corpus)), corpus.too_short)
+
+
+def _validation(
+    settings: DataSettings, corpus: Corpus, documents: NDArray[np.int64], too_short: int
+) -> Validation:
+    cut = segment_documents(documents, corpus.lengths, corpus.gates, settings.val_rule)
+    plan = validation_plan(cut.segments, settings.val_max_seq_len, settings.world_size)
+    return Validation(corpus, plan, packing_report(cut, plan, settings.val_max_seq_len, too_short))
 
 
 def _open(

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from eagle3.data.growing import Agree, GrowingDirectory, Patience
 from eagle3.data.growing_loader import GrowingLoader
 from eagle3.data.layout import StateLayout
 from eagle3.data.settings import DataSettings
+from eagle3.data.splits import open_validation
 from eagle3.data.store import DocumentRecord
 from eagle3.errors import DataError
 from tests.data import slow_writer
@@ -227,6 +229,31 @@ def test_nothing_to_train_on_is_an_error(staged: Path, arriving: Path, loader: M
     fill(staged, arriving)
     with pytest.raises(DataError, match="found 8 documents and no supervised row"):
         list(loader(leave_out=lambda record: True))
+
+
+def test_no_more_windows_than_wanted(staged: Path, arriving: Path, loader: MakeLoader) -> None:
+    """The last one comes at once, though the capture goes on."""
+    begin(arriving, *staged.glob("data_*.pt"))
+    growing_loader = replace(loader(group_rows=1, patience=IMPATIENT), max_steps=5)
+    assert [window.step for window in growing_loader] == [0, 1, 2, 3, 4]
+    assert not reader_threads()
+
+
+def test_states_of_another_kind_are_refused(
+    document: Callable[..., Document],
+    write: Callable[..., Path],
+    build: Callable[..., Any],
+    staged: Path,
+    arriving: Path,
+    loader: MakeLoader,
+    tmp_path: Path,
+) -> None:
+    other = write(tmp_path / "other", [document(9, seed=i, dtype=torch.float32) for i in range(4)])
+    settings = build(arriving, val_directory=other).settings
+    validation = open_validation(settings, BadSamples(0)).corpus.parts[0]
+    fill(staged, arriving)
+    with pytest.raises(DataError, match=r"bfloat16, expected torch\.float32 as in .*other"):
+        list(replace(loader(), same_as=validation))
 
 
 def test_closing_early_ends_the_reader_threads(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from eagle3.checks import accumulate, check, device_count
+from eagle3.checks import accumulate, check, check_paths, device_count
 from eagle3.compose import to_config
 from eagle3.config import Config
 from eagle3.errors import ConfigError
@@ -55,6 +56,7 @@ def test_the_whole_vocabulary_needs_no_map() -> None:
         ({"noise_std": -0.1}, "noise_std=-0.1"),
         ({"val": {"draft_steps": 0}}, "val.draft_steps=0"),
         ({"val": {"every_steps": 0}}, "val.every_steps=0"),
+        ({"data": {"arrival_timeout_s": 0.0}}, "data.arrival_timeout_s=0.0"),
         ({"data": {"val_ratio": 1.0}}, "data.val_ratio=1.0"),
         ({"data": {"split_context_tokens": 4096}}, "data.split_context_tokens=4096"),
         ({"data": {"aux_layer_ids": [1, 1, 2]}}, "data.aux_layer_ids=[1, 1, 2]"),
@@ -94,6 +96,60 @@ def test_a_mixture_stands_for_the_shards() -> None:
 def test_a_mixture_needs_directories_and_positive_weights(part: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"data\.mixture: path=.*expected a directory"):
         check(config_with(paths=MIXED, data={"mixture": [part]}))
+
+
+GROWING = {
+    "paths": {"val_shards": "v"},
+    "data": {"arrival": "growing"},
+    "trainer": {"max_steps": 100},
+}
+
+
+def growing_with(tree: dict[str, Any]) -> Config:
+    return to_config(OmegaConf.create(OmegaConf.merge({"paths": PATHS}, GROWING, tree)))
+
+
+def test_documents_may_arrive_while_training() -> None:
+    check(growing_with({}))
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"trainer": {"max_steps": None}}, "found trainer.max_steps=null, expected the optimizer"),
+        ({"paths": {"val_shards": None}}, "found paths.val_shards=null, expected a directory"),
+        ({"paths": {"val_shards": "s"}}, "found paths.val_shards=s, expected another directory"),
+        ({"data": {"max_samples": 5}}, "found data.max_samples=5, expected null"),
+        ({"resume": "x.ckpt"}, "found resume=x.ckpt, expected null"),
+        (
+            {"capture": {"source": "smollm2_tokens", "aux_layer_ids": [3, 16, 28]}},
+            "found capture.source=smollm2_tokens, expected off",
+        ),
+        (
+            {"paths": {"shards": None}, "data": {"mixture": [{"path": "a"}]}},
+            "found data.mixture=[MixturePart(path='a', weight=1.0)], expected paths.shards alone",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_growing_data_cannot_have_is_named(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(growing_with(tree))
+    assert str(caught.value).startswith(f"data.arrival=growing: {message}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_directory_of_growing_data_may_come_later(tmp_path: Path) -> None:
+    there = {name: str(tmp_path) for name in ("verifier", "vocab_map", "val_shards")}
+    check_paths(growing_with({"paths": there | {"shards": str(tmp_path / "later")}}))
+    with pytest.raises(ConfigError, match=r"^paths\.shards=.*later does not exist"):
+        check_paths(config_with(paths=there | {"shards": str(tmp_path / "later")}))
+
+
+def test_growing_data_need_a_vocabulary_map_unless_all_tokens_are_drafted() -> None:
+    with pytest.raises(ConfigError, match=r"^paths\.vocab_map is not set"):
+        check(growing_with({"paths": {"vocab_map": None}}))
+    check(growing_with({"paths": {"vocab_map": None}, "model": {"draft_vocab_size": 49152}}))
 
 
 def test_all_problems_are_said_at_once() -> None:
