@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-import wandb
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from eagle3.config import Config
@@ -135,6 +134,8 @@ def _netrc_has_key(environment: Mapping[str, str]) -> bool:
 
 def _start_wandb(config: Config, run: Run, mode: WandbMode) -> Any:
     """The live run; null, after one line, when W&B cannot start."""
+    import wandb  # more than a second that a run without it need not wait for
+
     try:
         wandb_run = wandb.init(
             project=config.logger.project,

@@ -20,6 +20,7 @@ RUN = (
     "noise_std=0.1",
     "data.num_workers=2",
     "trainer.checkpoint_every_steps=3",
+    "optim.schedule=constant",
 )
 DOCUMENTS = 24
 """One to a pack of 16 rows: two epochs of 24 packs, less the validation."""
@@ -28,6 +29,13 @@ DOCUMENTS = 24
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
     return make_world(tmp_path_factory.mktemp("world"), some_documents(DOCUMENTS))
+
+
+@pytest.fixture(scope="module")
+def whole(world: TinyWorld) -> dict[int, float]:
+    """Losses of the uninterrupted run on one rank."""
+    world.run(*RUN)
+    return losses(world.run_folders()[-1])
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -67,15 +75,8 @@ def steps_of(checkpoint: Path) -> int:
     return int(checkpoint.stem.removeprefix("recent"))
 
 
-@pytest.mark.ddp
-@pytest.mark.parametrize(("devices", "after"), [(1, 24), (2, 6)], ids=["epoch-2", "two-ranks"])
-def test_a_killed_run_goes_on_with_the_same_packs(
-    world: TinyWorld, devices: int, after: int
-) -> None:
-    ranks = f"trainer.devices={devices}"
-    world.run(*RUN, ranks)
-    whole = losses(world.run_folders()[-1])
-
+def go_on_and_compare(world: TinyWorld, whole: dict[int, float], ranks: str, after: int) -> None:
+    """Kill a run, continue it, and see the losses of the uninterrupted run."""
     checkpoint = train_and_kill(world, ranks, after=after)
     done = steps_of(checkpoint)
     position = torch.load(checkpoint, weights_only=True)["ShardDataModule"]
@@ -84,17 +85,28 @@ def test_a_killed_run_goes_on_with_the_same_packs(
     assert position["step"], "the run was killed within an epoch"
     world.run(*RUN, ranks, f"resume={checkpoint}")
     rest = losses(world.run_folders()[-1])
-
     assert rest == {step: loss for step, loss in whole.items() if step > done}
 
 
-def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next(world: TinyWorld) -> None:
-    steady = "optim.schedule=constant"
-    world.run(*RUN, steady)
+def test_a_killed_run_goes_on_with_the_same_packs(
+    world: TinyWorld, whole: dict[int, float]
+) -> None:
+    go_on_and_compare(world, whole, "trainer.devices=1", after=24)
+
+
+@pytest.mark.ddp
+def test_killed_ranks_go_on_with_the_same_packs(world: TinyWorld) -> None:
+    world.run(*RUN, "trainer.devices=2")
     whole = losses(world.run_folders()[-1])
-    world.run(*RUN, steady, "epochs=1")
+    go_on_and_compare(world, whole, "trainer.devices=2", after=6)
+
+
+def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next(
+    world: TinyWorld, whole: dict[int, float]
+) -> None:
+    world.run(*RUN, "epochs=1")
     (ended,) = (world.run_folders()[-1] / "checkpoints").glob("step*.ckpt")
-    world.run(*RUN, steady, f"resume={ended}")
+    world.run(*RUN, f"resume={ended}")
     rest = losses(world.run_folders()[-1])
     assert rest == {step: loss for step, loss in whole.items() if step > len(whole) // 2}
 
