@@ -1,4 +1,6 @@
-"""Documents with the states of a large verifier, written for a benchmark of the disk."""
+"""Documents with the states of a large verifier, written for a benchmark of the disk; and PyTorch's
+own way of reading them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from eagle3.convert import ConvertRequest, convert
+from eagle3.data.corpus import Corpus
 from eagle3.data.declaration import Declaration
 from eagle3.data.layout import StateLayout
+from eagle3.data.plan import EpochPlan
 from eagle3.names import LastHidden, LayerIdConvention
 
 LAYOUT = StateLayout(num_aux_layers=3, hidden_size=7168, vocab_size=163_840)
@@ -66,3 +71,37 @@ def forget(folder: Path) -> None:
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
+
+
+class TorchPacks(Dataset[tuple[Tensor, Tensor, int]]):
+    """The same rows of the same packs, by ``torch.load``; first one empty item for each worker."""
+
+    def __init__(self, corpus: Corpus, plan: EpochPlan, max_seq_len: int, workers: int) -> None:
+        self.paths = [str(corpus.path(document)) for document in range(len(corpus))]
+        self.packs = [plan.rank_window(step, 0)[0] for step in range(plan.steps)]
+        self.max_seq_len, self.workers = max_seq_len, workers
+
+    def __len__(self) -> int:
+        return self.workers + len(self.packs)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor, int]:
+        if place < self.workers:
+            return torch.empty(0), torch.empty(0), 0
+        aux = torch.zeros(self.max_seq_len, LAYOUT.aux_width, dtype=torch.bfloat16)
+        last = torch.zeros(self.max_seq_len, LAYOUT.hidden_size, dtype=torch.bfloat16)
+        at = count = 0
+        for segment in self.packs[place - self.workers]:
+            found = torch.load(self.paths[segment.document], mmap=True, weights_only=True)
+            rows, shifted = (
+                slice(segment.start, segment.stop),
+                slice(segment.start + 1, segment.stop + 1),
+            )
+            states, size = found["hidden_states"], LAYOUT.hidden_size
+            for k in range(3):
+                aux[at : at + segment.rows, k * size : (k + 1) * size] = states[k][rows]
+            gates = found["loss_mask"][shifted].bool()
+            first = int(gates.int().argmax())  # an answer reaches to the end of its document
+            last[at + first : at + segment.rows] = states[3][shifted][first:]
+            at += segment.rows
+            count += (aux.shape[1] * segment.rows + size * int(gates.sum())) * 2
+        return aux, last, count

@@ -1,7 +1,11 @@
 """Shapes and dtypes in signatures are checked in every test, and cost nothing outside of tests."""
 
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 install_import_hook(
     ["eagle3.data.batch", "eagle3.model", "eagle3.ops", "eagle3.objective"], "beartype.beartype"
 )
+# No test judges by time: a busy machine would fail it.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
