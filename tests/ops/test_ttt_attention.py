@@ -35,7 +35,10 @@ def _inputs(
 
 
 def _run(
-    tensors: list[Tensor], row_starts: tuple[int, ...], implementation: str, window: int | None
+    tensors: list[Tensor],
+    row_starts: tuple[int, ...],
+    implementation: str,
+    window: int | None,
 ) -> Tensor:
     steps = len(tensors) // 2
     return ttt_attention(
@@ -236,7 +239,7 @@ def test_autocast_casts_like_the_attention_of_pytorch(implementation: str) -> No
 def test_reference_by_document_equals_reference(window: int | None) -> None:
     """The fallback where no flash operator fits."""
     tensors = _inputs(13, (4, 2), step=2)
-    args = (tensors[0], tensors[1:4], tensors[4:], LAYOUTS["several"], window)
+    args = (tensors[0], tensors[1:4], tensors[4:], DocumentLayout(LAYOUTS["several"]), window)
     torch.testing.assert_close(attend_by_document(*args), attend(*args))
 
 
@@ -290,7 +293,7 @@ def test_backward_can_not_be_differentiated_again() -> None:
 def test_flash_backward_takes_a_larger_log_sum_exp() -> None:
     """The property the merge rests on: probabilities are exp(score - lse), whatever lse is."""
     query, key, value = (t.detach() for t in _inputs(7, (2, 2), step=0))
-    band = Band((0, 7), reach=None)
+    band = Band(DocumentLayout((0, 7)), reach=None)
     out, lse = forward(query, key, value, band)
     grad_out = torch.ones_like(out)
     half = backward(
@@ -326,7 +329,7 @@ def test_layout_refuses(make: Callable[[], DocumentLayout], message: str) -> Non
 
 
 def test_unknown_implementation_lists_the_names() -> None:
-    with pytest.raises(ConfigError, match=r"'flex'; expected one of reference, merged"):
+    with pytest.raises(ConfigError, match=r"'flex'; expected one of reference, sdpa, merged"):
         _run(_inputs(3, (1, 1), 0), (0, 3), "flex", None)
 
 

@@ -79,12 +79,15 @@ def _inputs(device: str, dtype: torch.dtype, step: int) -> list[Tensor]:
     ]
 
 
-def _run(tensors: list[Tensor], implementation: str, window: int | None) -> list[Tensor]:
+def _run(
+    tensors: list[Tensor], implementation: str, window: int | None, rows: Tensor | None = None
+) -> list[Tensor]:
     steps = len(tensors) // 2
-    layout = DocumentLayout((0, 5, 6, 13))
-    keys, values = tensors[1 : 1 + steps], tensors[1 + steps :]
+    layout = DocumentLayout((0, 5, 6, 13), rows)
+    asked = [t if rows is None or i in (1, 1 + steps) else t[rows] for i, t in enumerate(tensors)]
+    keys, values = asked[1 : 1 + steps], asked[1 + steps :]
     out = ttt_attention(
-        tensors[0], keys, values, layout, implementation=implementation, window=window
+        asked[0], keys, values, layout, implementation=implementation, window=window
     )
     # Unequal weights, so that a permuted axis cannot pass.
     weights = torch.arange(out.numel(), device=out.device).reshape(out.shape).sin().to(out.dtype)
@@ -96,8 +99,10 @@ def _run(tensors: list[Tensor], implementation: str, window: int | None) -> list
 @pytest.mark.parametrize("step", [0, 3])
 def test_one_call_path_equals_reference(window: int | None, step: int) -> None:
     tensors = _inputs("cpu", torch.float32, step)
-    expected = _run(tensors, "reference", window)
-    torch.testing.assert_close(_run(tensors, "merged", window), expected, rtol=1e-4, atol=1e-5)
+    for rows in (None, torch.tensor([1, 2, 5, 9, 11])):
+        expected = _run(tensors, "reference", window, rows)
+        found = _run(tensors, "merged", window, rows)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 4], ids=lambda w: f"window_{w}")
@@ -112,7 +117,9 @@ def test_shapes_and_dtypes_on_the_meta_device(dtype: torch.dtype, window: int | 
 
 def test_operator_returns_lse_by_head_then_row() -> None:
     query, key, value = (t.detach() for t in _inputs("meta", torch.bfloat16, step=0))
-    _, lse = flash.varlen_forward(query, key, value, flash.Band((0, 5, 13), reach=None))
+    _, lse = flash.varlen_forward(
+        query, key, value, flash.Band(DocumentLayout((0, 5, 13)), reach=None)
+    )
     assert lse.shape == (13, 4)
     assert lse.dtype == torch.float32
 

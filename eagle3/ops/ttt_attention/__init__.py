@@ -18,46 +18,23 @@ A window w counts token positions: a key is visible iff query position - key pos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from eagle3.errors import ConfigError
-from eagle3.ops.ttt_attention import merged, reference
+from eagle3.ops.ttt_attention import merged, reference, sdpa
+from eagle3.ops.ttt_attention.layout import DocumentLayout
 
-Queries = Float[Tensor, "L Hq D"]
-Keys = Float[Tensor, "L Hkv D"]
+Queries = Float[Tensor, "A Hq D"]
+Keys = Float[Tensor, "_ Hkv D"]
 
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "reference": reference.attend,
+    "sdpa": sdpa.attend,
     "merged": merged.attend,
 }
-
-
-@dataclass(frozen=True)
-class DocumentLayout:
-    """Where documents begin among L rows laid end to end, as Python integers (no device sync)."""
-
-    row_starts: tuple[int, ...]
-    """Boundaries, one more than documents: rows ``row_starts[d]:row_starts[d + 1]`` are document d.
-    ``(0,)`` stands for no rows."""
-
-    def __post_init__(self) -> None:
-        assert self.row_starts[0] == 0, "the first document starts at row 0"
-        assert all(a < b for a, b in pairwise(self.row_starts)), "documents have at least one row"
-
-    @classmethod
-    def from_document_ids(cls, document_ids: Int[Tensor, " L"]) -> DocumentLayout:
-        """Boundaries of runs of equal ids; no padding, and each document in one run."""
-        ids = document_ids.tolist()
-        starts = [i for i, document in enumerate(ids) if i == 0 or document != ids[i - 1]]
-        runs = [ids[i] for i in starts]
-        assert all(document >= 0 for document in runs), "padding rows must be trimmed"
-        assert len(set(runs)) == len(runs), "the rows of a document must be contiguous"
-        return cls((*starts, len(ids)) if ids else (0,))
 
 
 def ttt_attention(
@@ -69,17 +46,18 @@ def ttt_attention(
     implementation: str,
     window: int | None = None,
 ) -> Queries:
-    """Attention output of TTT step s = ``len(step_keys) - 1`` for every row, in the query's dtype.
+    """Attention output of TTT step s = ``len(step_keys) - 1`` for the query rows, in their dtype.
 
     Scores are scaled by ``D ** -0.5``; query head h reads key/value head ``h // (Hq // Hkv)``.
     Rotary embedding is the caller's. Under autocast inputs are cast to its dtype first, as PyTorch
-    does for its own attention. L = 0 gives an empty tensor with a graph.
+    does for its own attention. A = 0 gives an empty tensor with a graph.
 
     Args:
-        query: queries of the rows at step s.
-        step_keys: keys of steps 0..s, one tensor a step.
-        step_values: values of steps 0..s.
-        layout: documents of the L rows.
+        query: queries of the rows that ask, at step s.
+        step_keys: keys of steps 0..s, one tensor a step: of all L rows at step 0, of the A rows
+            that ask later.
+        step_values: values of steps 0..s, likewise.
+        layout: documents of the L rows, and the rows that ask.
         implementation: a key of ``IMPLEMENTATIONS``; all are exact.
         window: visible token positions (query position - key position < window); None: all.
 
@@ -90,11 +68,11 @@ def ttt_attention(
     attend = IMPLEMENTATIONS[implementation]
     dtype = _autocast_dtype(query)
     if dtype is None:
-        return attend(query, step_keys, step_values, layout.row_starts, window)
+        return attend(query, step_keys, step_values, layout, window)
     keys = [key.to(dtype) for key in step_keys]
     values = [value.to(dtype) for value in step_values]
     with torch.autocast(query.device.type, enabled=False):
-        return attend(query.to(dtype), keys, values, layout.row_starts, window)
+        return attend(query.to(dtype), keys, values, layout, window)
 
 
 def _check(
@@ -107,7 +85,7 @@ def _check(
 ) -> None:
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(
-            f"model.attention: unknown implementation {str(implementation)!r}; "
+            f"compute.attention: unknown implementation {str(implementation)!r}; "
             f"expected one of {', '.join(IMPLEMENTATIONS)}"
         )
     if window is not None and window < 1:
@@ -116,7 +94,9 @@ def _check(
             "set it to null to see all keys"
         )
     assert len(step_keys) == len(step_values) >= 1, "one key and one value tensor a step"
-    assert layout.row_starts[-1] == query.shape[0], "the layout must cover all rows"
+    assert layout.rows == step_keys[0].shape[0], "step-0 keys are those of all rows"
+    assert layout.queries == query.shape[0], "one query for each row that asks"
+    assert all(key.shape[0] == layout.queries for key in step_keys[1:]), "own keys of these rows"
     assert query.shape[1] % step_keys[0].shape[1] == 0, "heads must divide into key/value groups"
 
 

@@ -1,16 +1,20 @@
 """Causal attention inside documents with its log-sum-exp, by PyTorch's own flash operators.
 
-Row i sees rows max(start of its document, i - reach) .. i. Out is [L, Hq, D] in the query's dtype,
-the log-sum-exp [L, Hq] in float32 (float64 for float64). Backward takes out and log-sum-exp from
-the caller, so that they may also count keys these operators never saw (see ``merged``).
+Query row i sees rows max(start of its document, i - reach) .. i. Out is [A, Hq, D] in the query's
+dtype, the log-sum-exp [A, Hq] in float32 (float64 for float64). Backward takes out and log-sum-exp
+from the caller, so that they may also count keys these operators never saw (see ``merged``).
 
 ======  ==========================================================  ============================
-device  operator                                                    documents, window
+device  operator                                                    query rows, window
 ======  ==========================================================  ============================
-CPU     ``aten._scaled_dot_product_flash_attention_for_cpu``        one call a document; a window
-                                                                    as blocks of rows under an
+CPU     ``aten._scaled_dot_product_flash_attention_for_cpu``        calls for each span of rows:
+                                                                    keys before it in full, its
+                                                                    own causally; a window as
+                                                                    blocks of rows under an
                                                                     additive band mask
-other   ``aten._flash_attention_forward`` with cumulative lengths   one call; ``window_size_left``
+other   ``aten._flash_attention_forward`` with cumulative lengths   one call over all rows, zeros
+                                                                    where no row asks;
+                                                                    ``window_size_left``
 ======  ==========================================================  ============================
 
 The last axis of query, key and value must be contiguous (the CPU operator does not check it and
@@ -19,31 +23,24 @@ would give wrong numbers); any strides will do for the gradient of the output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_aten = torch.ops.aten
+from eagle3.ops.ttt_attention import flash_cpu
+from eagle3.ops.ttt_attention.layout import DocumentLayout
 
-_WINDOW_BLOCK_ROWS = 256
-"""Rows of one masked call on CPU; keys and mask columns are at most ``reach`` more."""
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Band:
     """Which keys a row sees: its document's, at most ``reach`` rows back (None: from the start)."""
 
-    row_starts: tuple[int, ...]
+    layout: DocumentLayout
     reach: int | None
-
-    @property
-    def longest(self) -> int:
-        """Rows of the longest document."""
-        return max(stop - start for start, stop in pairwise(self.row_starts))
 
 
 class Gradients(NamedTuple):
@@ -65,9 +62,10 @@ def supports(query: Tensor) -> bool:
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-    """Output [L, Hq, D] and log-sum-exp [L, Hq]; L >= 1."""
-    run = _cpu_forward if query.device.type == "cpu" else varlen_forward
-    return run(query, key, value, band)
+    """Output [A, Hq, D] and log-sum-exp [A, Hq] of queries [A, Hq, D], keys [L, Hkv, D]; A >= 1."""
+    if query.device.type == "cpu":
+        return flash_cpu.forward(query, key, value, band.layout, band.reach)
+    return varlen_forward(query, key, value, band)
 
 
 def backward(
@@ -79,21 +77,24 @@ def backward(
     lse: Tensor,
     band: Band,
 ) -> Gradients:
-    """Gradients through the banded keys, with probabilities exp(score - lse); L >= 1."""
-    run = _cpu_backward if query.device.type == "cpu" else varlen_backward
-    return run(grad_out, query, key, value, out, lse, band)
+    """Gradients through the banded keys, with probabilities exp(score - lse); A >= 1."""
+    if query.device.type == "cpu":
+        grads = flash_cpu.backward(grad_out, query, key, value, out, lse, band.layout, band.reach)
+        return Gradients(*grads)
+    return varlen_backward(grad_out, query, key, value, out, lse, band)
 
 
 def varlen_forward(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple[Tensor, Tensor]:
     """All documents in one call; the operator's log-sum-exp is [Hq, L]."""
-    lengths = _cumulative(band, query.device)
+    layout, lengths = band.layout, _cumulative(band, query.device)
     # window_size_right = 0 is what causal means, but said here it also keeps the operator from
     # folding query heads into rows when all documents have one row, which permutes its lse.
     out, lse, *_ = _aten._flash_attention_forward(
-        query, key, value, lengths, lengths, band.longest, band.longest, 0.0, True, False,
-        scale=query.shape[-1] ** -0.5, window_size_left=_window_left(band), window_size_right=0,
+        _spread(query, layout), key, value, lengths, lengths, layout.longest, layout.longest, 0.0,
+        True, False, scale=query.shape[-1] ** -0.5, window_size_left=_window_left(band),
+        window_size_right=0,
     )  # fmt: skip
-    return out, lse.t()
+    return _gather(out, layout), _gather(lse.t(), layout)
 
 
 def varlen_backward(
@@ -105,19 +106,37 @@ def varlen_backward(
     lse: Tensor,
     band: Band,
 ) -> Gradients:
-    """Gradients of :func:`varlen_forward`; the kernel reads lse by pointer as dense [Hq, L]."""
-    lengths = _cumulative(band, query.device)
+    """Gradients of :func:`varlen_forward`; the kernel reads lse by pointer as dense [Hq, L].
+
+    Where no row asks, the gradient of the output is zero, so nothing flows from there.
+    """
+    layout, lengths = band.layout, _cumulative(band, query.device)
     # Random state of a dropout that is 0, never read.
     rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-    return Gradients(
+    grad_out, query, out, lse = (_spread(t, layout) for t in (grad_out, query, out, lse))
+    grads = Gradients(
         *_aten._flash_attention_backward(
             grad_out, query, key, value, out, lse.t().contiguous(), lengths, lengths,
-            band.longest, band.longest, 0.0, True, rng_state, unused,
+            layout.longest, layout.longest, 0.0, True, rng_state, unused,
             scale=query.shape[-1] ** -0.5, window_size_left=_window_left(band),
             window_size_right=0,
         )
     )  # fmt: skip
+    return grads._replace(query=_gather(grads.query, layout))
+
+
+def _spread(asked: Tensor, layout: DocumentLayout) -> Tensor:
+    """[A, ...] as [L, ...] with zeros (finite, also as log-sum-exp) where no row asks."""
+    if layout.query_rows is None:
+        return asked
+    rows = layout.query_rows.to(asked.device)
+    return asked.new_zeros(layout.rows, *asked.shape[1:]).index_copy_(0, rows, asked)
+
+
+def _gather(rows: Tensor, layout: DocumentLayout) -> Tensor:
+    """The rows that ask, [L, ...] as [A, ...]."""
+    return rows if layout.query_rows is None else rows[layout.query_rows.to(rows.device)]
 
 
 def _window_left(band: Band) -> int:
@@ -127,91 +146,5 @@ def _window_left(band: Band) -> int:
 def _cumulative(band: Band, device: torch.device) -> Tensor:
     # Pinned and non-blocking: the copy must not make the host wait for the device.
     pin = device.type == "cuda"
-    starts = torch.tensor(band.row_starts, dtype=torch.int32, pin_memory=pin)
+    starts = torch.tensor(band.layout.row_starts, dtype=torch.int32, pin_memory=pin)
     return starts.to(device, non_blocking=True)
-
-
-def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-    out = query.new_empty(query.shape)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    lse = query.new_empty(query.shape[:2], dtype=dtype)
-    query, key, value, heads_out = (_heads_first(t) for t in (query, key, value, out))
-    heads_lse = lse.t()[None]
-    for part in _parts(band):
-        mask = part.mask(query.dtype)
-        part_out, part_lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            part.rows(query), part.keys(key), part.keys(value), 0.0, mask is None, attn_mask=mask
-        )
-        part.rows(heads_out).copy_(part_out)
-        part.rows(heads_lse).copy_(part_lse)
-    return out, lse
-
-
-def _cpu_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    band: Band,
-) -> Gradients:
-    # Keys of a window are met by several blocks: sum in lse's dtype, not in bfloat16.
-    grads = Gradients(*(t.new_zeros(t.shape, dtype=lse.dtype) for t in (query, key, value)))
-    heads_grads = Gradients(*(_heads_first(t) for t in grads))
-    grad_out, query, key, value, out = (_heads_first(t) for t in (grad_out, query, key, value, out))
-    heads_lse = lse.t()[None]
-    for part in _parts(band):
-        mask = part.mask(query.dtype)
-        part_grads = Gradients(
-            *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                part.rows(grad_out), part.rows(query), part.keys(key), part.keys(value),
-                part.rows(out), part.rows(heads_lse), 0.0, mask is None, attn_mask=mask,
-            )
-        )  # fmt: skip
-        part.rows(heads_grads.query).copy_(part_grads.query)
-        part.keys(heads_grads.key).add_(part_grads.key)
-        part.keys(heads_grads.value).add_(part_grads.value)
-    return grads
-
-
-class _Part(NamedTuple):
-    """One CPU call: rows ``first:stop`` against keys ``first_key:stop`` of the same document."""
-
-    first: int
-    first_key: int
-    stop: int
-    reach: int | None
-    """None where plain causal attention is what the band says."""
-
-    def rows(self, heads_first: Tensor) -> Tensor:
-        """The rows of a [1, H, L, ...] tensor, a view."""
-        return heads_first.narrow(2, self.first, self.stop - self.first)
-
-    def keys(self, heads_first: Tensor) -> Tensor:
-        """The keys of a [1, H, L, ...] tensor, a view."""
-        return heads_first.narrow(2, self.first_key, self.stop - self.first_key)
-
-    def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Additive [rows, keys] mask of the band, None for plain causal attention."""
-        if self.reach is None:
-            return None
-        rows = torch.arange(self.first, self.stop)[:, None]
-        back = rows - torch.arange(self.first_key, self.stop)[None, :]
-        hidden = (back < 0) | (back > self.reach)
-        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-
-
-def _parts(band: Band) -> Iterator[_Part]:
-    for start, stop in pairwise(band.row_starts):
-        if band.reach is None or stop - start <= band.reach + 1:
-            yield _Part(start, start, stop, reach=None)
-            continue
-        for first in range(start, stop, _WINDOW_BLOCK_ROWS):
-            last = min(first + _WINDOW_BLOCK_ROWS, stop)
-            yield _Part(first, max(start, first - band.reach), last, band.reach)
-
-
-def _heads_first(rows_heads_dim: Tensor) -> Tensor:
-    """[L, H, D] as the operator's [1, H, L, D], a view."""
-    return rows_heads_dim.transpose(0, 1)[None]
