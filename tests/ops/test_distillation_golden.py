@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3.ops.distillation import distillation_loss
+from tests.ops.losses import ROW_LOSSES
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = [f"s{number:02d}" for number in range(1, 21)]
@@ -24,8 +24,9 @@ def _mix(loss: str) -> list[tuple[str, float]]:
     return [(OUR_NAMES.get(name, name), weight) for name, weight in weights.items()]
 
 
+@pytest.mark.parametrize("implementation", ROW_LOSSES)
 @pytest.mark.parametrize("case", CASES)
-def test_step_losses_of_stored_logits(case: str) -> None:
+def test_step_losses_of_stored_logits(case: str, implementation: str) -> None:
     (path,) = GOLDEN.glob(f"{case}_*.safetensors")
     tensors = load_file(path)
     config = json.loads(path.with_suffix(".json").read_text())
@@ -36,6 +37,6 @@ def test_step_losses_of_stored_logits(case: str) -> None:
         rows = torch.arange(len(documents) - step)
         rows = rows[(documents[rows] == documents[rows + step]) & mask[rows + step]]
         logits = tensors[f"mid.logits_{step}"][0][rows]
-        losses = distillation_loss(logits, targets[rows + step], _mix(config["loss"]))
+        losses = ROW_LOSSES[implementation](logits, targets[rows + step], _mix(config["loss"]))
         found = config["ttt_step_loss_decay"] ** step * losses.sum() / (len(rows) + 1e-5)
         torch.testing.assert_close(found, tensors[f"clean.loss_{step}"][0], rtol=1e-5, atol=0)
