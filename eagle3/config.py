@@ -17,15 +17,19 @@ from eagle3.names import (
     AttentionImpl,
     BodyInit,
     CaptureSource,
+    ComputedRows,
     DataChange,
+    EmbeddingHalf,
     LastHidden,
     LayerIdConvention,
     LmHeadInit,
     LongDocuments,
+    LossImpl,
     Noise,
     NormPreset,
     Precision,
     ReadMode,
+    Recompute,
     RopeType,
     Schedule,
     TrainOn,
@@ -138,7 +142,27 @@ class ModelConfig:
     body_init: BodyInit = BodyInit.logit_lens
     lm_head_init: LmHeadInit = LmHeadInit.verifier
     lm_head_trainable: bool = True
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """How a step is computed. Every choice gives the same numbers, up to rounding."""
+
+    rows: ComputedRows = ComputedRows.read
+    embedding_half: EmbeddingHalf = EmbeddingHalf.once
     attention: AttentionImpl = AttentionImpl.merged
+    loss: LossImpl = LossImpl.deferred
+    recompute: Recompute = Recompute.none
+
+    @classmethod
+    def reference(cls) -> ComputeConfig:
+        """Everything off: the plain path, as trainers without these techniques compute."""
+        return cls(
+            rows=ComputedRows.all,
+            embedding_half=EmbeddingHalf.each_step,
+            attention=AttentionImpl.sdpa,
+            loss=LossImpl.reference,
+        )
 
 
 @dataclass(frozen=True)
@@ -249,6 +273,7 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -3,8 +3,10 @@
 ====  =============================================================================
 T     rows of one pack (total tokens after the shift)
 N     tokens of one document
-L     trained rows kept after trimming padding
-R     rows that some loss reads
+L     rows kept after trimming padding
+A     rows that are computed beyond step-0 keys and values: those that some loss reads, or all
+R     rows that the loss of one TTT step reads
+G     rows whose verifier logits are needed
 H     hidden size of verifier and drafter
 KH    concatenated aux states, ``num_aux_layers * H``
 Hq    query heads          Hkv  key/value heads          D  head_dim
@@ -23,5 +25,6 @@ TokenIds = Int[Tensor, " T"]
 RowMask = Bool[Tensor, " T"]
 AuxHidden = Float[Tensor, "T KH"]
 Hidden = Float[Tensor, "T H"]
+Computed = Float[Tensor, "A H"]
 Logits = Float[Tensor, "R V"]
 RowLoss = Float[Tensor, " R"]

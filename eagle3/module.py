@@ -24,7 +24,7 @@ from eagle3.metrics import AcceptanceMetrics
 from eagle3.model.drafter import Drafter
 from eagle3.model.noise import noisy
 from eagle3.model.verifier_head import VerifierHead
-from eagle3.objective import StepResult, row_counts, run_pack, window_loss
+from eagle3.objective import StepResult, row_counts, run_pack, step_weights
 from eagle3.optim import LrSchedule, build_optimizer, update_ratio
 
 _UPDATE_PARTS = ("fc", "layer", "lm_head")
@@ -98,17 +98,23 @@ class DrafterModule(lightning.LightningModule):
         aux = noisy(
             pack, config.data.noise, config.noise_std, seed=config.seed, dtype=self._compute_dtype
         )
-        results = run_pack(
-            self.drafter, self.head, pack, aux, ttt_steps=config.ttt_steps, mix=self.mix
-        )
-        loss = window_loss(
-            results,
+        weights = step_weights(
             counts.rows_by_step,
             step_loss_decay=config.loss.step_loss_decay,
             world_size=self.trainer.world_size,
         )
-        self.manual_backward(loss)
-        return results
+        result = run_pack(
+            self.drafter,
+            self.head,
+            pack,
+            aux,
+            ttt_steps=config.ttt_steps,
+            mix=self.mix,
+            compute=config.compute,
+            weights=weights,
+        )
+        self.manual_backward(result.loss)
+        return result.steps
 
     def _update_weights(self, counts: WindowCounts) -> None:
         """Clip, step at the scheduled rate, and leave out a step whose gradient is not finite."""
@@ -203,8 +209,9 @@ class DrafterModule(lightning.LightningModule):
                 pack.aux_hidden.to(self._compute_dtype),
                 ttt_steps=self.config.val.draft_steps,
                 mix=self.mix,
+                compute=self.config.compute,
                 with_overlap=True,
-            )
+            ).steps
             self.acceptance.update(pack, results)
             if batch_idx == 0:
                 self.examples = pick_examples(pack, results, self.drafter.d2t)
@@ -246,5 +253,5 @@ class DrafterModule(lightning.LightningModule):
 
 def _window_sums(results: list[StepResult]) -> Tensor:
     """float64 [S + 1]: summed row losses per step, then rows right at step 0."""
-    losses = [result.losses.detach().double().sum() for result in results]
+    losses = [result.losses.double().sum() for result in results]
     return torch.stack([*losses, results[0].correct.sum().double()])

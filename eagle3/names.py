@@ -96,11 +96,40 @@ class BodyInit(StrEnum):
     random = "random"
 
 
+class ComputedRows(StrEnum):
+    """Rows that the layer computes: all, or only those that some loss reads."""
+
+    all = "all"
+    read = "read"
+
+
+class EmbeddingHalf(StrEnum):
+    """When the embedding half of queries, keys and values is multiplied."""
+
+    each_step = "each_step"
+    once = "once"
+
+
 class AttentionImpl(StrEnum):
     """Implementation of the TTT attention, see :mod:`eagle3.ops.ttt_attention`."""
 
     reference = "reference"
+    sdpa = "sdpa"
     merged = "merged"
+
+
+class LossImpl(StrEnum):
+    """Implementation of the loss over the chain, see :mod:`eagle3.ops.distillation.chain`."""
+
+    reference = "reference"
+    deferred = "deferred"
+
+
+class Recompute(StrEnum):
+    """Activations that are made again in the backward pass instead of kept."""
+
+    none = "none"
+    mlp = "mlp"
 
 
 class RopeType(StrEnum):

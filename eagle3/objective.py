@@ -18,12 +18,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle3.config import ComputeConfig
 from eagle3.data.batch import PackedBatch
 from eagle3.dims import AuxHidden
 from eagle3.model.drafter import Drafter
-from eagle3.model.ttt import StepRows, step_rows, unroll
+from eagle3.model.ttt import StepRows, read_rows, step_rows, unroll
 from eagle3.model.verifier_head import VerifierHead
-from eagle3.ops.distillation import distillation_loss, overlap
+from eagle3.names import ComputedRows
+from eagle3.ops.distillation import chain_loss
+from eagle3.ops.distillation.rows import ChainSteps, DraftHead, JudgedRows
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class StepResult:
 
     rows: StepRows
     losses: Float[Tensor, " R"]
+    """Without graph; the loss to differentiate is that of the pack."""
     draft_best: Int[Tensor, " R"]
     """Draft id of the drafter's best token."""
     verifier_best: Int[Tensor, " R"]
@@ -47,12 +51,33 @@ class StepResult:
         return (self.draft_best == self.verifier_best) & self.covered
 
 
+@dataclass(frozen=True)
+class PackResult:
+    """A pack's share of the window's loss, and its judged rows."""
+
+    loss: Float[Tensor, ""]
+    """Exact zero, with a graph, where no row has a loss."""
+    steps: list[StepResult]
+
+
 def row_counts(packs: Sequence[PackedBatch], ttt_steps: int) -> Int[Tensor, " S"]:
     """Rows present at each TTT step over these (trimmed) packs."""
     counts = [
         sum(step_rows(pack, step).starts.numel() for pack in packs) for step in range(ttt_steps)
     ]
     return torch.tensor(counts, dtype=torch.int64)
+
+
+def step_weights(
+    global_counts: Int[Tensor, " S"], *, step_loss_decay: float, world_size: int
+) -> Float[Tensor, " S"]:
+    """Factor of each step's summed row losses in this rank's share of the window's loss, float64.
+
+    Args:
+        global_counts: rows of each step over all ranks and packs of the window.
+    """
+    steps = torch.arange(len(global_counts), device=global_counts.device, dtype=torch.float64)
+    return step_loss_decay**steps * world_size / global_counts.clamp(min=1)
 
 
 def run_pack(
@@ -63,36 +88,56 @@ def run_pack(
     *,
     ttt_steps: int,
     mix: Sequence[tuple[str, float]],
+    compute: ComputeConfig,
+    weights: Float[Tensor, " S"] | None = None,
     with_overlap: bool = False,
-) -> list[StepResult]:
+) -> PackResult:
     """Unroll one trimmed pack and judge every row that a loss reads.
 
-    Verifier logits are made once per gated row and shared by the steps; draft logits only for the
-    rows of :func:`eagle3.model.ttt.step_rows`.
+    Args:
+        weights: :func:`step_weights` of the window; None: no loss, for validation.
+        with_overlap: also the acceptance rate of sampled drafts.
     """
+    rows = read_rows(batch, ttt_steps) if compute.rows is ComputedRows.read else None
+    hidden = list(unroll(drafter, batch, aux_hidden, ttt_steps, compute, rows))
+    judged = [step_rows(batch, step) for step in range(ttt_steps)]
+    chain = chain_loss(
+        hidden,
+        _chain_steps(batch, judged, rows, compute),
+        DraftHead(drafter.norm, drafter.norm.weight, drafter.lm_head.weight),
+        lambda rows: head(batch.last_hidden[rows]),
+        mix,
+        weights=weights,
+        with_overlap=with_overlap,
+        implementation=compute.loss,
+    )
     gated = batch.loss_mask.nonzero()[:, 0]
-    place = torch.zeros(len(batch), dtype=torch.int64, device=gated.device)
-    place[gated] = torch.arange(gated.numel(), device=gated.device)
-    verifier_GV = head(batch.last_hidden[gated])
-    best_G = verifier_GV.argmax(-1)
-    covered_G = covered_rows(batch, gated, drafter.t2d, head)
-    results = []
-    for step, hidden_TH in enumerate(unroll(drafter, batch, aux_hidden, ttt_steps)):
-        rows = step_rows(batch, step)
-        draft_RV = drafter.logits(hidden_TH[rows.starts])
-        targets = place[rows.targets]
-        verifier_RV = verifier_GV[targets]
-        results.append(
-            StepResult(
-                rows=rows,
-                losses=distillation_loss(draft_RV, verifier_RV, mix),
-                draft_best=draft_RV.detach().argmax(-1),
-                verifier_best=best_G[targets],
-                covered=covered_G[targets],
-                overlap=overlap(draft_RV, verifier_RV) if with_overlap else None,
-            )
-        )
-    return results
+    covered = torch.zeros(len(batch), dtype=torch.bool, device=gated.device)
+    covered[gated] = covered_rows(batch, gated, drafter.t2d, head)
+    steps = [
+        StepResult(rows=rows, covered=covered[rows.targets], **vars(found))
+        for rows, found in zip(judged, chain.steps, strict=True)
+    ]
+    return PackResult(chain.loss, steps)
+
+
+def _chain_steps(
+    batch: PackedBatch,
+    judged: Sequence[StepRows],
+    rows: Int[Tensor, " A"] | None,
+    compute: ComputeConfig,
+) -> ChainSteps:
+    """Places of the judged rows among the computed rows, and of their targets among the gated."""
+    device = batch.input_ids.device
+    everything = torch.arange(len(batch), device=device)
+    gated = everything if compute.rows is ComputedRows.all else batch.loss_mask.nonzero()[:, 0]
+    column, place = torch.empty_like(everything), torch.empty_like(everything)
+    computed = everything if rows is None else rows
+    column[computed] = torch.arange(len(computed), device=device)
+    place[gated] = torch.arange(len(gated), device=device)
+    return ChainSteps(
+        tuple(JudgedRows(column[step.starts], place[step.targets]) for step in judged), gated
+    )
 
 
 def covered_rows(
@@ -113,18 +158,3 @@ def covered_rows(
         following
     ]
     return t2d[tokens.clamp(min=0)] | (tokens < 0) | ends_turn
-
-
-def window_loss(
-    results: Sequence[StepResult],
-    global_counts: Int[Tensor, " S"],
-    *,
-    step_loss_decay: float,
-    world_size: int,
-) -> Float[Tensor, ""]:
-    """This pack's share of the window's loss; exact zero, with a graph, when it has no rows."""
-    total = torch.zeros((), device=global_counts.device)
-    for step, result in enumerate(results):
-        weight = step_loss_decay**step * world_size
-        total = total + weight * result.losses.sum() / global_counts[step].clamp(min=1)
-    return total

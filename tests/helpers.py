@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.config import ModelConfig, RopeConfig
+from eagle3.config import ComputeConfig, ModelConfig, RopeConfig
 from eagle3.data.batch import PackedBatch
 from eagle3.model.drafter import Drafter
 from eagle3.model.layers import NormLayout
 from eagle3.model.verifier_head import VerifierHead
 from eagle3.names import LastHidden
+from eagle3.objective import PackResult, row_counts, run_pack, step_weights
 
 TINY = ModelConfig(
     hidden_size=32,
@@ -132,6 +133,33 @@ def tiny_head(
         weight.to(dtype),
         eps=config.rms_norm_eps,
         last_hidden=LastHidden.pre_norm,
+    )
+
+
+def judge(
+    drafter: Drafter,
+    head: VerifierHead,
+    batch: PackedBatch,
+    *,
+    ttt_steps: int,
+    mix: Sequence[tuple[str, float]] = (("kl", 1.0),),
+    compute: ComputeConfig = ComputeConfig(),  # noqa: B008 - frozen
+    counts: Tensor | None = None,
+    step_loss_decay: float = 1.0,
+) -> PackResult:
+    """One pack as a whole window of one rank; ``counts`` None: its own."""
+    if counts is None:
+        counts = row_counts([batch], ttt_steps)
+    return run_pack(
+        drafter,
+        head,
+        batch,
+        batch.aux_hidden,
+        ttt_steps=ttt_steps,
+        mix=mix,
+        compute=compute,
+        weights=step_weights(counts, step_loss_decay=step_loss_decay, world_size=1),
+        with_overlap=True,
     )
 
 

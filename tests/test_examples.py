@@ -9,17 +9,14 @@ import torch
 
 from eagle3.decoding import decoder
 from eagle3.examples import Example, pick_examples, table
-from eagle3.objective import run_pack
-from tests.helpers import make_document, pack, tiny_drafter, tiny_head
+from tests.helpers import judge, make_document, pack, tiny_drafter, tiny_head
 
 
 def test_examples_are_the_judged_rows() -> None:
     drafter, head = tiny_drafter(), tiny_head()
     batch = pack([make_document(9, 1), make_document(30, 2)])
     batch = replace(batch, document_sources=("chat", "code"))
-    results = run_pack(
-        drafter, head, batch, batch.aux_hidden, ttt_steps=3, mix=[("kl", 1.0)], with_overlap=True
-    )
+    results = judge(drafter, head, batch, ttt_steps=3).steps
     examples = pick_examples(batch, results, drafter.d2t, count=5)
     assert len(examples) == 5
     assert examples == pick_examples(batch, results, drafter.d2t, count=5)

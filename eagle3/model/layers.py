@@ -1,7 +1,8 @@
 """Elementary layers of the drafter: RMSNorm, rotary embedding, attention projections, MLP.
 
 The decoder layer is split where attention sits, since training and serving attend differently:
-``project`` makes queries, keys and values; ``finish`` takes what attention returned.
+:mod:`eagle3.model.projection` makes queries, keys and values; ``finish`` takes what attention
+returned.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from eagle3.config import ModelConfig
-from eagle3.dims import Hidden
-from eagle3.names import Arch, NormPreset
+from eagle3.dims import Computed, Hidden
+from eagle3.names import Arch, NormPreset, Recompute
+
+Projected = Float[Tensor, "T heads_D"]
 
 
 @dataclass(frozen=True)
@@ -102,26 +106,17 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dim, config.rms_norm_eps) if per_head_norm else nn.Identity()
         self.k_norm = RMSNorm(dim, config.rms_norm_eps) if per_head_norm else nn.Identity()
 
-    def forward(
-        self, x: Float[Tensor, "T HH"], cos: Float[Tensor, "T D"], sin: Float[Tensor, "T D"]
-    ) -> QueryKeyValue:
-        def heads(projected: Tensor) -> Tensor:
-            return projected.unflatten(-1, (-1, self.head_dim))
+    def queries(self, projected: Projected, cos: Tensor, sin: Tensor) -> Tensor:
+        """[T, Hq * D] -> [T, Hq, D], normalised if the architecture says so, and rotated."""
+        return rotate(self.q_norm(projected.unflatten(-1, (-1, self.head_dim))), cos, sin)
 
-        return QueryKeyValue(
-            query=rotate(self.q_norm(heads(self.q_proj(x))), cos, sin),
-            key=rotate(self.k_norm(heads(self.k_proj(x))), cos, sin),
-            value=heads(self.v_proj(x)),
-        )
+    def keys(self, projected: Projected, cos: Tensor, sin: Tensor) -> Tensor:
+        """[T, Hkv * D] -> [T, Hkv, D], normalised if the architecture says so, and rotated."""
+        return rotate(self.k_norm(projected.unflatten(-1, (-1, self.head_dim))), cos, sin)
 
-
-@dataclass(frozen=True)
-class QueryKeyValue:
-    """One step's attention inputs, rotary embedding applied: [T, Hq|Hkv, D]."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    def values(self, projected: Projected) -> Tensor:
+        """[T, Hkv * D] -> [T, Hkv, D]."""
+        return projected.unflatten(-1, (-1, self.head_dim))
 
 
 class DecoderLayer(nn.Module):
@@ -141,16 +136,20 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(size, config.intermediate_size)
 
-    def project(
-        self, embeds: Hidden, hidden: Hidden, cos: Tensor, sin: Tensor
-    ) -> tuple[QueryKeyValue, Hidden]:
-        """Queries, keys and values of every row, and the residual for :meth:`finish`."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norms.norm_before_residual else hidden
-        mixed = torch.cat((self.input_layernorm(embeds).to(normed.dtype), normed), dim=-1)
-        return self.self_attn(mixed, cos, sin), residual
-
-    def finish(self, attended: Float[Tensor, "T Hq D"], residual: Hidden) -> Hidden:
+    def finish(
+        self,
+        attended: Float[Tensor, "A Hq D"],
+        residual: Computed,
+        recompute: Recompute = Recompute.none,
+    ) -> Computed:
         """Output projection, residual, MLP, residual: the layer's output before the final norm."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        if recompute is Recompute.mlp and torch.is_grad_enabled():
+            block = checkpoint(
+                self._mlp_block, hidden, use_reentrant=False, preserve_rng_state=False
+            )
+            return hidden + block
+        return hidden + self._mlp_block(hidden)
+
+    def _mlp_block(self, hidden: Hidden) -> Hidden:
+        return self.mlp(self.post_attention_layernorm(hidden))

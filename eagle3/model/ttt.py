@@ -19,9 +19,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from eagle3.config import ComputeConfig
 from eagle3.data.batch import PackedBatch
-from eagle3.dims import AuxHidden, Hidden
+from eagle3.dims import AuxHidden, Computed
 from eagle3.model.drafter import Drafter
+from eagle3.model.projection import Projection
 from eagle3.ops.ttt_attention import DocumentLayout, ttt_attention
 
 
@@ -46,26 +48,43 @@ def step_rows(batch: PackedBatch, ttt_step: int) -> StepRows:
     return StepRows(starts=starts, targets=starts + ttt_step)
 
 
+def read_rows(batch: PackedBatch, ttt_steps: int) -> Int[Tensor, " A"]:
+    """Rows that some step of :func:`step_rows` starts from, in increasing order.
+
+    Only these need more than ``fc`` and their step-0 key and value: at later steps a row is seen by
+    itself alone, and at step 0 the only decoder layer gives the other rows nothing else.
+    """
+    read = torch.zeros(len(batch), dtype=torch.bool, device=batch.input_ids.device)
+    for step in range(ttt_steps):
+        read[step_rows(batch, step).starts] = True
+    return read.nonzero()[:, 0]
+
+
 def unroll(
-    drafter: Drafter, batch: PackedBatch, aux_hidden: AuxHidden, ttt_steps: int
-) -> Iterator[Hidden]:
-    """Yield the layer output [T, H] (before the final norm) of steps 0..ttt_steps-1.
+    drafter: Drafter,
+    batch: PackedBatch,
+    aux_hidden: AuxHidden,
+    ttt_steps: int,
+    compute: ComputeConfig,
+    rows: Int[Tensor, " A"] | None = None,
+) -> Iterator[Computed]:
+    """Yield the layer output [A, H] (before the final norm) of steps 0..ttt_steps-1.
 
     ``batch`` has no padding (:meth:`PackedBatch.trim`); ``aux_hidden`` [T, K*H] are its aux states
     with noise and casts applied. A row past its document's end reads some other token: nothing
     but itself attends to it and :func:`step_rows` never trains it.
+
+    Args:
+        compute: which implementations run; its ``rows`` is the caller's to turn into ``rows``.
+        rows: rows to compute, increasing; None: all.
     """
-    layout = DocumentLayout.from_document_ids(batch.document_ids)
-    config = drafter.config
+    layout = DocumentLayout.from_document_ids(batch.document_ids, rows)
+    project = Projection(drafter, batch, rows, compute.embedding_half)
     hidden = drafter.fuse(aux_hidden)
     keys: list[Tensor] = []
     values: list[Tensor] = []
-    last_row = max(len(batch) - 1, 0)
-    rows = torch.arange(len(batch), device=batch.input_ids.device)
     for step in range(ttt_steps):
-        embeds = drafter.embed(batch.input_ids[(rows + step).clamp(max=last_row)])
-        cos, sin = drafter.rope(batch.position_ids + step)
-        qkv, residual = drafter.layer.project(embeds, hidden, cos, sin)
+        qkv, residual = project(step, hidden)
         keys.append(qkv.key)
         values.append(qkv.value)
         attended = ttt_attention(
@@ -73,9 +92,9 @@ def unroll(
             keys,
             values,
             layout,
-            implementation=config.attention,
-            window=config.sliding_window,
+            implementation=compute.attention,
+            window=drafter.config.sliding_window,
         )
-        output = drafter.layer.finish(attended, residual)
+        output = drafter.layer.finish(attended, residual, compute.recompute)
         yield output
         hidden = drafter.feedback(output)

@@ -3,7 +3,8 @@
     python tests/golden/check.py CASE.safetensors...
 
 Each case is a ``NAME.safetensors`` beside a ``NAME.json``: weights, batches, losses and gradients
-of another EAGLE-3 trainer. Prints the worst error by output; exits 1 when one misses its tolerance.
+of another EAGLE-3 trainer. Prints the worst error by output, once with every technique of
+``conf/compute`` on and once with all off; exits 1 when one misses its tolerance.
 
 The reference shifts whole packs, so near a document's end it trains on the next document's tokens;
 we do not. Where such rows exist the reference's own loss without them (``clean.*``) is compared,
@@ -15,6 +16,7 @@ loss of step 0 are compared.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from dataclasses import dataclass
@@ -25,14 +27,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3.config import ModelConfig, RopeConfig
+from eagle3.config import ComputeConfig, ModelConfig, RopeConfig
 from eagle3.data.batch import PackedBatch
 from eagle3.model.drafter import Drafter
 from eagle3.model.layers import NormLayout
 from eagle3.model.ttt import unroll
 from eagle3.model.verifier_head import VerifierHead
-from eagle3.names import Arch, LastHidden
-from eagle3.objective import StepResult, row_counts, run_pack, window_loss
+from eagle3.names import Arch, LastHidden, Recompute
+from eagle3.objective import PackResult, StepResult, row_counts, run_pack, step_weights
 
 LOSS_NAMES = {
     "kl_div": "kl",
@@ -47,6 +49,13 @@ LOSS_TOLERANCE = 1e-5
 """Relative."""
 TENSOR_TOLERANCE = 1e-4
 """Largest difference over the tensor's largest entry."""
+
+
+COMPUTE = {
+    "fast": ComputeConfig(recompute=Recompute.mlp),
+    "reference": ComputeConfig.reference(),
+}
+"""Every technique on, and every technique off."""
 
 
 @dataclass(frozen=True)
@@ -143,29 +152,42 @@ def our_name(name: str) -> str:
     return name.replace("layers.0.", "layer.")
 
 
-def check_case(path: Path) -> list[Comparison]:
+def check_case(path: Path, compute: ComputeConfig) -> list[Comparison]:
     """Every comparison this case allows."""
     case = Case(path)
     if "out.losses" in case.tensors:
-        return _check_trajectory(case)
+        return _check_trajectory(case, compute)
     drafter, head = case.model()
     batch = case.batch()
-    results = run_pack(
-        drafter, head, batch, batch.aux_hidden, ttt_steps=case.ttt_steps, mix=case.mix
-    )
+    result = _judge(case, drafter, head, batch, compute)
     counts = row_counts([batch], case.ttt_steps)
     windowed = case.spec["sliding_window"] is not None
-    out = _check_forward(case, drafter, head, batch)
-    out += _check_step_losses(case, results, counts, steps=1 if windowed else case.ttt_steps)
+    out = _check_forward(case, drafter, head, batch, compute)
+    out += _check_step_losses(case, result.steps, counts, steps=1 if windowed else case.ttt_steps)
     if not windowed:
-        loss = window_loss(results, counts, step_loss_decay=case.decay, world_size=1)
-        out.append(_relative("loss", loss, case.tensors["clean.loss"]))
-        out += _check_gradients(case, drafter, loss)
+        out.append(_relative("loss", result.loss, case.tensors["clean.loss"]))
+        out += _check_gradients(case, drafter, result.loss)
     return out
 
 
+def _judge(
+    case: Case, drafter: Drafter, head: VerifierHead, batch: PackedBatch, compute: ComputeConfig
+) -> PackResult:
+    counts = row_counts([batch], case.ttt_steps)
+    return run_pack(
+        drafter,
+        head,
+        batch,
+        batch.aux_hidden,
+        ttt_steps=case.ttt_steps,
+        mix=case.mix,
+        compute=compute,
+        weights=step_weights(counts, step_loss_decay=case.decay, world_size=1),
+    )
+
+
 def _check_forward(
-    case: Case, drafter: Drafter, head: VerifierHead, batch: PackedBatch
+    case: Case, drafter: Drafter, head: VerifierHead, batch: PackedBatch, compute: ComputeConfig
 ) -> list[Comparison]:
     """Targets, fc, and per step hidden states, logits and draft tokens of rows that exist."""
     length, tensors = len(batch), case.tensors
@@ -175,7 +197,8 @@ def _check_forward(
     ]
     windowed = case.spec["sliding_window"]
     with torch.no_grad():
-        for step, hidden in enumerate(unroll(drafter, batch, batch.aux_hidden, case.ttt_steps)):
+        chain = unroll(drafter, batch, batch.aux_hidden, case.ttt_steps, compute)
+        for step, hidden in enumerate(chain):
             rows = _rows_inside(batch, step, windowed)
             logits = drafter.logits(hidden[rows])
             stored = tensors[f"mid.logits_{step}"][0, :length][rows]
@@ -224,7 +247,7 @@ def _check_gradients(case: Case, drafter: Drafter, loss: Tensor) -> list[Compari
     return [_largest(f"grad.{name}", found[name], grad) for name, grad in stored.items()]
 
 
-def _check_trajectory(case: Case) -> list[Comparison]:
+def _check_trajectory(case: Case, compute: ComputeConfig) -> list[Comparison]:
     """Twenty AdamW steps; the stored rates are used, weight decay falls on everything."""
     drafter, head = case.model()
     trained = {our_name(name) for name in case.spec["trained_parameters"]}
@@ -240,11 +263,7 @@ def _check_trajectory(case: Case) -> list[Comparison]:
     losses, norms = [], []
     for step in range(recipe["steps"]):
         batch = case.batch(f"batch{step % 4}")
-        results = run_pack(
-            drafter, head, batch, batch.aux_hidden, ttt_steps=case.ttt_steps, mix=case.mix
-        )
-        counts = row_counts([batch], case.ttt_steps)
-        loss = window_loss(results, counts, step_loss_decay=case.decay, world_size=1)
+        loss = _judge(case, drafter, head, batch, compute).loss
         optimizer.zero_grad()
         loss.backward()
         limit = recipe["clip_grad_norm"] or float("inf")
@@ -285,11 +304,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="+", type=Path, metavar="CASE.safetensors")
     failed = False
-    for path in parser.parse_args().cases:
-        comparisons = check_case(path)
+    for path, name in itertools.product(parser.parse_args().cases, COMPUTE):
+        comparisons = check_case(path, COMPUTE[name])
         missed = [c for c in comparisons if not c.ok]
         failed |= bool(missed)
-        print(f"{'FAIL' if missed else 'ok'}  {path.stem}")
+        print(f"{'FAIL' if missed else 'ok'}  {path.stem}, compute={name}")
         for c in comparisons:
             mark = " " if c.ok else "!"
             print(f"  {mark} {c.output:<44} worst error {c.error:.2e}, limit {c.tolerance:.0e}")

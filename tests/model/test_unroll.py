@@ -8,19 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3.config import ModelConfig
+from eagle3.config import ComputeConfig, ModelConfig
 from eagle3.data.batch import PackedBatch
 from eagle3.data.packing import PackingRule, Segment, split_rows
 from eagle3.data.sample import Sample
 from eagle3.model.drafter import Drafter
 from eagle3.model.layers import NormLayout
 from eagle3.model.ttt import step_rows, unroll
-from eagle3.names import Arch, AttentionImpl, LongDocuments
-from eagle3.objective import row_counts, run_pack, window_loss
+from eagle3.names import Arch, AttentionImpl, EmbeddingHalf, LongDocuments
+from eagle3.objective import row_counts
 from tests.data.laying import lay
 from tests.helpers import (
     TINY,
     Document,
+    judge,
     make_document,
     pack,
     tiny_drafter,
@@ -29,17 +30,24 @@ from tests.helpers import (
 )
 from tests.server import Server, draft_as_server
 
-MIX = [("kl", 1.0)]
-IMPLEMENTATIONS = pytest.mark.parametrize("attention", list(AttentionImpl))
+COMPUTE = {
+    "fast": ComputeConfig(),
+    "plain": ComputeConfig.reference(),
+    "dense": ComputeConfig(attention=AttentionImpl.reference),
+    "each_step": ComputeConfig(embedding_half=EmbeddingHalf.each_step),
+}
+ALL_WAYS = pytest.mark.parametrize("compute", COMPUTE.values(), ids=COMPUTE)
 
 
-def packed_logits(drafter: Drafter, batch: PackedBatch, steps: int) -> list[Tensor]:
+def packed_logits(
+    drafter: Drafter, batch: PackedBatch, steps: int, compute: ComputeConfig = COMPUTE["fast"]
+) -> list[Tensor]:
     batch = batch.trim()
-    return [drafter.logits(h) for h in unroll(drafter, batch, batch.aux_hidden, steps)]
+    return [drafter.logits(h) for h in unroll(drafter, batch, batch.aux_hidden, steps, compute)]
 
 
 @torch.no_grad()
-@IMPLEMENTATIONS
+@ALL_WAYS
 @pytest.mark.parametrize(
     ("changes", "norms"),
     [
@@ -52,13 +60,13 @@ def packed_logits(drafter: Drafter, batch: PackedBatch, steps: int) -> list[Tens
     ids=["plain", "qwen3", "window", "speculators-like", "eagle3.1"],
 )
 def test_packed_pass_equals_a_server(
-    attention: AttentionImpl, changes: dict[str, object], norms: NormLayout
+    compute: ComputeConfig, changes: dict[str, object], norms: NormLayout
 ) -> None:
-    config: ModelConfig = replace(TINY, attention=attention, **changes)  # type: ignore[arg-type]
+    config: ModelConfig = replace(TINY, **changes)  # type: ignore[arg-type]
     drafter = tiny_drafter(config, norms=norms)
     documents = [make_document(11, 1), make_document(2, 2), make_document(8, 3)]
     steps = 4
-    packed = packed_logits(drafter, pack(documents, padding=3), steps)
+    packed = packed_logits(drafter, pack(documents, padding=3), steps, compute)
     first = 0
     for document in documents:
         wanted = draft_as_server(drafter, document, steps)
@@ -86,23 +94,25 @@ def test_a_round_that_starts_mid_answer_reads_the_same_cache() -> None:
     torch.testing.assert_close(packed[0][5], logits, rtol=0, atol=1e-5)
 
 
-@IMPLEMENTATIONS
-def test_packing_changes_nothing(attention: AttentionImpl) -> None:
+@ALL_WAYS
+def test_packing_changes_nothing(compute: ComputeConfig) -> None:
     """A and B together: logits, loss sums and gradients of A alone plus B alone."""
-    config = replace(TINY, attention=attention)
-    drafter, head = tiny_drafter(config), tiny_head()
+    drafter, head = tiny_drafter(), tiny_head()
     a, b = make_document(9, 5), make_document(7, 6, mask=[1] * 7)
     steps, counts = 4, torch.ones(4, dtype=torch.int64)
 
     def run(batch: PackedBatch) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
         batch = batch.trim()
         drafter.zero_grad(set_to_none=True)
-        results = run_pack(drafter, head, batch, batch.aux_hidden, ttt_steps=steps, mix=MIX)
-        window_loss(results, counts, step_loss_decay=0.9, world_size=1).backward()
+        result = judge(
+            drafter, head, batch,
+            ttt_steps=steps, compute=compute, counts=counts, step_loss_decay=0.9,
+        )  # fmt: skip
+        result.loss.backward()
         grads = {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
         with torch.no_grad():
-            logits = packed_logits(drafter, batch, steps)
-        return logits, [r.losses.detach().sum() for r in results], grads
+            logits = packed_logits(drafter, batch, steps, compute)
+        return logits, [step.losses.sum() for step in result.steps], grads
 
     logits_a, loss_a, grads_a = run(pack([a]))
     logits_b, loss_b, grads_b = run(pack([b]))
@@ -139,8 +149,7 @@ def test_the_mask_gates_the_input_token() -> None:
     assert step_rows(batch, 2).targets.tolist() == [2, 3]
     drafter, head = tiny_drafter(), tiny_head()
     aux = batch.aux_hidden.clone().requires_grad_()
-    results = run_pack(drafter, head, batch, aux, ttt_steps=1, mix=MIX)
-    results[0].losses.sum().backward()
+    judge(drafter, head, replace(batch, aux_hidden=aux), ttt_steps=1).loss.backward()
     assert aux.grad is not None
     assert bool(aux.grad[:4].abs().sum(1).gt(0).all())
     assert float(aux.grad[4:].abs().sum()) == 0.0
@@ -154,20 +163,20 @@ def test_a_context_row_is_a_key_but_never_trained() -> None:
     batch = replace(whole, start_mask=start)
     assert step_rows(batch, 0).starts.tolist() == [3, 4, 5, 6]
     drafter, head = tiny_drafter(), tiny_head()
-    kwargs = {"ttt_steps": 2, "mix": MIX}
-    full = run_pack(drafter, head, whole, whole.aux_hidden, **kwargs)  # type: ignore[arg-type]
-    part = run_pack(drafter, head, batch, batch.aux_hidden, **kwargs)  # type: ignore[arg-type]
+    full = judge(drafter, head, whole, ttt_steps=2).steps
+    part = judge(drafter, head, batch, ttt_steps=2).steps
     torch.testing.assert_close(part[0].losses, full[0].losses[3:])
     torch.testing.assert_close(part[1].losses, full[1].losses[3:])
 
 
-def test_an_empty_pack_gives_exact_zeros_with_a_graph() -> None:
+@ALL_WAYS
+def test_an_empty_pack_gives_exact_zeros_with_a_graph(compute: ComputeConfig) -> None:
     drafter, head = tiny_drafter(), tiny_head()
     batch = pack([make_document(5, 11)], padding=1)
     nothing = replace(batch, document_ids=torch.full_like(batch.document_ids, -1)).trim()
     assert len(nothing) == 0
-    results = run_pack(drafter, head, nothing, nothing.aux_hidden, ttt_steps=3, mix=MIX)
-    loss = window_loss(results, torch.tensor([4, 2, 0]), step_loss_decay=1.0, world_size=2)
+    counts = torch.tensor([4, 2, 0])
+    loss = judge(drafter, head, nothing, ttt_steps=3, compute=compute, counts=counts).loss
     assert float(loss.detach()) == 0.0
     loss.backward()
     for name, parameter in drafter.named_parameters():

@@ -17,15 +17,13 @@ from eagle3.model.drafter import Drafter
 from eagle3.model.verifier_head import VerifierHead
 from eagle3.model.weights import load_verifier_weights
 from eagle3.names import LastHidden, Schedule
-from eagle3.objective import row_counts, run_pack, window_loss
 from eagle3.optim import LrSchedule, build_optimizer
 from eagle3.prefill import capture_sequences
 from eagle3.tokens import asset_path, read_token_file, spread_subset
-from tests.helpers import Document, pack
+from tests.helpers import Document, judge, pack
 from tests.server import decode_greedily
 
 pytestmark = pytest.mark.verifier
-MIX = [("kl", 1.0)]
 TRAINED = 3
 
 
@@ -72,10 +70,8 @@ def trained(smollm2: Path, documents: list[Document]) -> Trained:
     optimizer = build_optimizer(drafter, OptimConfig(), 1e-3)
     schedule = LrSchedule(peak=1e-3, total_steps=60, warmup_steps=5, kind=Schedule.cosine)
     batch = pack(documents[:TRAINED])
-    counts = row_counts([batch], 2)
     for step in range(schedule.total_steps):
-        results = run_pack(drafter, head, batch, batch.aux_hidden, ttt_steps=2, mix=MIX)
-        loss = window_loss(results, counts, step_loss_decay=1.0, world_size=1)
+        loss = judge(drafter, head, batch, ttt_steps=2).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
@@ -88,7 +84,7 @@ def trained(smollm2: Path, documents: list[Document]) -> Trained:
 @torch.no_grad()
 def test_overfits_one_pack(trained: Trained) -> None:
     batch = pack(trained.documents[:TRAINED])
-    results = run_pack(trained.drafter, trained.head, batch, batch.aux_hidden, ttt_steps=1, mix=MIX)
+    results = judge(trained.drafter, trained.head, batch, ttt_steps=1).steps
     assert float(results[0].correct.double().mean()) > 0.95
 
 
@@ -96,15 +92,7 @@ def test_overfits_one_pack(trained: Trained) -> None:
 def test_replay_is_what_greedy_decoding_gives(trained: Trained) -> None:
     """Documents known by heart and unseen ones, so that rounds of every length occur."""
     batch = pack(trained.documents)
-    results = run_pack(
-        trained.drafter,
-        trained.head,
-        batch,
-        batch.aux_hidden,
-        ttt_steps=3,
-        mix=MIX,
-        with_overlap=True,
-    )
+    results = judge(trained.drafter, trained.head, batch, ttt_steps=3).steps
     metrics = AcceptanceMetrics(3)
     metrics.update(batch, results)
     replayed = metrics.compute()["acceptance_replay"]
