@@ -62,10 +62,11 @@ class Projection:
         drafter: Drafter,
         batch: PackedBatch,
         rows: Int[Tensor, " A"] | None,
+        ttt_steps: int,
         embedding_half: EmbeddingHalf,
     ) -> None:
         self._drafter, self._positions = drafter, batch.position_ids
-        self._rows = _Rows(rows, len(batch), batch.position_ids.device)
+        self._rows = _Rows(rows, len(batch), ttt_steps, batch.position_ids.device)
         self._products = PRODUCTS[embedding_half](drafter, batch, self._rows)
 
     def __call__(self, step: int, hidden: Hidden) -> tuple[QueryKeyValue, Computed]:
@@ -92,17 +93,32 @@ class Projection:
 class _Rows:
     """The computed rows among all L."""
 
-    def __init__(self, rows: Tensor | None, length: int, device: torch.device) -> None:
-        self._rows, self._last = rows, max(length - 1, 0)
+    def __init__(
+        self, rows: Tensor | None, length: int, ttt_steps: int, device: torch.device
+    ) -> None:
+        self._rows, self._last, self._steps = rows, max(length - 1, 0), ttt_steps
         self._all = torch.arange(length, device=device)
 
     def pick(self, everything: Tensor) -> Tensor:
         """[L, ...] -> [A, ...]."""
-        return everything if self._rows is None else everything[self._rows]
+        return everything if self._rows is None else everything.index_select(0, self._rows)
 
     def at(self, step: int) -> Int[Tensor, " A"]:
         """Rows whose token the computed rows read at a step. Past the end: the last row, unused."""
         return (self.pick(self._all) + step).clamp(max=self._last)
+
+    def reached(self) -> Int[Tensor, " B"]:
+        """Rows that :meth:`at` names at some step, in increasing order."""
+        reached = torch.zeros_like(self._all, dtype=torch.bool)
+        for step in range(self._steps):
+            reached[self.at(step)] = True
+        return reached.nonzero()[:, 0]
+
+    def places(self, among: Int[Tensor, " B"]) -> Int[Tensor, " L"]:
+        """Where each row stands among these; anything for the others."""
+        places = torch.zeros_like(self._all)
+        places[among] = torch.arange(len(among), device=among.device)
+        return places
 
 
 class _EachStep:
@@ -121,7 +137,10 @@ class _EachStep:
 
 
 class _Once:
-    """The embedding half of all rows at the start; at each step its rows are gathered."""
+    """The embedding half at the start; at each step its rows are gathered.
+
+    Every row gives a key and a value at step 0; queries read only the tokens of computed rows.
+    """
 
     def __init__(self, drafter: Drafter, batch: PackedBatch, rows: _Rows) -> None:
         self._rows, attn = rows, drafter.layer.self_attn
@@ -129,7 +148,10 @@ class _Once:
         weights = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
         halves = [_product_weight(weight).chunk(2, dim=1) for weight in weights]
         self._hidden_halves = [hidden_half for _, hidden_half in halves]
-        self._embedded = [F.linear(embeds, embedding_half) for embedding_half, _ in halves]
+        reached = rows.reached()
+        self._query_place = rows.places(reached)
+        asked = (embeds.index_select(0, reached), embeds, embeds)
+        self._embedded = [F.linear(x, half) for x, (half, _) in zip(asked, halves, strict=True)]
 
     def __call__(self, step: int, normed: Hidden) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = self._embedded
@@ -139,9 +161,9 @@ class _Once:
         if step == 0:
             asking = self._rows.pick(normed)
         else:
-            key, value = key[read], value[read]
+            key, value = key.index_select(0, read), value.index_select(0, read)
         return (
-            _sum(query[read], asking, weights[0]),
+            _sum(query.index_select(0, self._query_place[read]), asking, weights[0]),
             _sum(key, normed, weights[1]),
             _sum(value, normed, weights[2]),
         )

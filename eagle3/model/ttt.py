@@ -79,7 +79,7 @@ def unroll(
         rows: rows to compute, increasing; None: all.
     """
     layout = DocumentLayout.from_document_ids(batch.document_ids, rows)
-    project = Projection(drafter, batch, rows, compute.embedding_half)
+    project = Projection(drafter, batch, rows, ttt_steps, compute.embedding_half)
     hidden = drafter.fuse(aux_hidden)
     keys: list[Tensor] = []
     values: list[Tensor] = []
