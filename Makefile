@@ -1,6 +1,7 @@
 # make demo   train a drafter for a real verifier, from nothing, on two CPU cores
 # make test   lint, types and tests
-# Both make .venv and install on the first call. Another interpreter: make test PYTHON=python3.12
+# make gpu-check   what only a CUDA device can tell, into gpu_report.txt
+# All make .venv and install on the first call. Another interpreter: make test PYTHON=python3.12
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test install clean
+.PHONY: demo test gpu-check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m eagle3.train experiment=smollm2_quickstart
@@ -18,6 +19,9 @@ test: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+gpu-check: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu_check.py --out gpu_report.txt
 
 install: $(INSTALLED)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -144,21 +145,42 @@ def test_only_read_rows_are_multiplied() -> None:
     assert sum(rows[hidden, config.draft_vocab_size]) == 10 * 3 + 10, "draft rows, verifier rows"
 
 
+def _kept(compute: ComputeConfig, steps: int) -> list[Tensor]:
+    """What autograd keeps for the backward pass of a pack, one tensor a storage."""
+    storages: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    documents = [make_document(60, 2, mask=[1] * 60), make_document(30, 3, mask=[1] * 30)]
+    drafter, batch = tiny_drafter(), pack(documents)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = judge(drafter, tiny_head(), batch, ttt_steps=steps, compute=compute)
+    assert result.loss.requires_grad
+    return list(storages.values())
+
+
+def test_a_further_step_costs_the_same_memory_each_time() -> None:
+    """No mask, no keys laid end to end, no logits: what is kept grows by rows x widths a step."""
+    sizes = [
+        sum(t.untyped_storage().nbytes() for t in _kept(ComputeConfig(), steps))
+        for steps in range(1, 8)
+    ]
+    growth = [after - before for before, after in pairwise(sizes[1:])]
+    assert max(growth) < 1.05 * min(growth)
+    plain = [
+        sum(t.untyped_storage().nbytes() for t in _kept(PLAIN, steps)) for steps in (2, 3, 6, 7)
+    ]
+    assert plain[3] - plain[2] > max(growth)
+
+
 def test_recompute_keeps_no_activation_of_the_mlp() -> None:
-    kept: dict[Recompute, int] = {}
-    for recompute in Recompute:
-        saved: list[Tensor] = []
+    def widths(recompute: Recompute) -> int:
+        kept = _kept(ComputeConfig(recompute=recompute), 3)
+        wide = [t for t in kept if t.ndim == 2 and t.shape[1] == TINY.intermediate_size]
+        # the down projection's weight is as wide
+        return sum(t.shape[0] != TINY.hidden_size for t in wide)
 
-        def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
-            saved.append(tensor)
-            return tensor
-
-        drafter = tiny_drafter()
-        batch = pack([make_document(20, 2)])
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            judge(
-                drafter, tiny_head(), batch, ttt_steps=3, compute=ComputeConfig(recompute=recompute)
-            )
-        width = TINY.intermediate_size
-        kept[recompute] = sum(t.shape[-1] == width and t.ndim == 2 for t in saved)
-    assert kept[Recompute.mlp] < kept[Recompute.none]
+    assert widths(Recompute.none) >= 3 * 3
+    assert widths(Recompute.mlp) == 0
