@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from eagle3.config import Config
+from eagle3.config import Config, OptimConfig
 from eagle3.errors import ConfigError
-from eagle3.names import Arrival, CaptureSource
+from eagle3.names import Arrival, CaptureSource, Compile, OptimizerName
 from eagle3.ops.distillation import LOSSES
 
 _HOW_TO_SET = {
@@ -184,6 +185,8 @@ def _ranges(config: Config) -> Iterator[str]:
         ("optim.beta1", optim.beta1, "in [0, 1)", 0 <= optim.beta1 < 1),
         ("optim.beta2", optim.beta2, "in [0, 1)", 0 <= optim.beta2 < 1),
         ("optim.eps", optim.eps, "> 0", optim.eps > 0),
+        ("optim.muon_momentum", optim.muon_momentum, "in [0, 1)", 0 <= optim.muon_momentum < 1),
+        ("optim.muon_ns_steps", optim.muon_ns_steps, "in [1, 99]", 1 <= optim.muon_ns_steps < 100),
         ("optim.clip_norm", optim.clip_norm, "> 0", optim.clip_norm > 0),
         ("val.draft_steps", val.draft_steps, ">= 1", val.draft_steps >= 1),
         ("val.max_seq_len", val.max_seq_len, ">= 2", val.max_seq_len >= 2),
@@ -256,6 +259,32 @@ def _loss(config: Config) -> Iterator[str]:
             yield f"loss.mix: weight {term.weight} of {term.name}: expected a value > 0"
 
 
+def _optimizer(config: Config) -> Iterator[str]:
+    if config.optim.optimizer is OptimizerName.muon:
+        return  # with AdamW's options for the weights that are left to AdamW
+    for name in ("muon_momentum", "muon_ns_steps"):
+        value = getattr(config.optim, name)
+        if value != getattr(OptimConfig, name):
+            yield (
+                f"optim.{name}={value} does nothing with optim.optimizer="
+                f"{config.optim.optimizer}: give optim.optimizer=muon, or leave it out"
+            )
+
+
+def _compile(config: Config) -> Iterator[str]:
+    if config.compute.compile is Compile.none:
+        return
+    from torch._inductor.config import cpp  # what the compiler itself will call
+
+    names = [name for name in cpp.cxx if name]
+    if not any(shutil.which(name) for name in names):
+        yield (
+            f"compute.compile={config.compute.compile} needs a C++ compiler, and "
+            f"{' or '.join(names)} is not on PATH: install it (apt-get install g++), name another "
+            "in the environment variable CXX, or give compute.compile=none"
+        )
+
+
 def _aux_layers(config: Config) -> Iterator[str]:
     for key, ids in (
         ("data.aux_layer_ids", config.data.aux_layer_ids),
@@ -300,6 +329,8 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _split,
     _model,
     _loss,
+    _optimizer,
+    _compile,
     _aux_layers,
     _trainer,
 )

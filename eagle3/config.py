@@ -17,6 +17,7 @@ from eagle3.names import (
     AttentionImpl,
     BodyInit,
     CaptureSource,
+    Compile,
     ComputedRows,
     DataChange,
     EmbeddingHalf,
@@ -27,6 +28,7 @@ from eagle3.names import (
     LossImpl,
     Noise,
     NormPreset,
+    OptimizerName,
     Precision,
     ReadMode,
     Recompute,
@@ -153,6 +155,8 @@ class ComputeConfig:
     attention: AttentionImpl = AttentionImpl.merged
     loss: LossImpl = LossImpl.deferred
     recompute: Recompute = Recompute.none
+    compile: Compile = Compile.none
+    """``layer``: fewer and larger kernels in training, after a first step that takes longer."""
 
     @classmethod
     def reference(cls) -> ComputeConfig:
@@ -184,8 +188,9 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its schedule, a pure function of the optimizer step."""
+    """The optimizer and its schedule, a pure function of the optimizer step."""
 
+    optimizer: OptimizerName = OptimizerName.adamw
     schedule: Schedule = Schedule.cosine
     warmup_ratio: float = 0.01
     min_lr_ratio: float = 0.0
@@ -195,6 +200,10 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    """Of AdamW, as both betas; on weights that Muon steps they do nothing."""
+    muon_momentum: float = 0.95
+    muon_ns_steps: int = 5
+    """Newton-Schulz iterations that make an update orthogonal."""
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down."""
 

@@ -16,14 +16,16 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
+from eagle3.compilation import CompileLog, compile_layer
 from eagle3.config import Config
 from eagle3.data.batch import PackedBatch, Window
-from eagle3.errors import TrainingError
+from eagle3.errors import ConfigError, TrainingError
 from eagle3.examples import Example, pick_examples
 from eagle3.metrics import AcceptanceMetrics
 from eagle3.model.drafter import Drafter
 from eagle3.model.noise import noisy
 from eagle3.model.verifier_head import VerifierHead
+from eagle3.names import Compile, OptimizerName
 from eagle3.objective import StepResult, row_counts, run_pack, step_weights
 from eagle3.optim import LrSchedule, build_optimizer, update_ratio
 
@@ -66,6 +68,10 @@ class DrafterModule(lightning.LightningModule):
         self.provenance = dict(provenance)
         self.tokens_lost = tokens_lost
         self.mix = [(term.name, term.weight) for term in config.loss.mix]
+        self._compile_log: CompileLog | None = None
+        if config.compute.compile is Compile.layer:
+            compile_layer(drafter.layer)
+            self._compile_log = CompileLog(self.print)
         self.acceptance = AcceptanceMetrics(config.val.draft_steps, sources)
         self.examples: list[Example] = []
         self.clipped_steps = 0
@@ -80,16 +86,32 @@ class DrafterModule(lightning.LightningModule):
         """Plain values only, so that ``torch.load(weights_only=True)`` reads the file."""
         checkpoint["eagle3"] = self.provenance
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse to go on with another optimizer, whose state the checkpoint lacks.
+
+        Raises:
+            ConfigError: names both optimizers.
+        """
+        # Checkpoints that do not say it are from before there was a choice.
+        saved = checkpoint["eagle3"]["config"]["optim"].get("optimizer", OptimizerName.adamw)
+        found = self.config.optim.optimizer
+        if found != saved:
+            raise ConfigError(
+                f"optim.optimizer={found}: expected {saved}, with which {self.config.resume} was "
+                f"trained; give optim.optimizer={saved}, or begin a new run without resume"
+            )
+
     def training_step(self, window: Window, batch_idx: int) -> dict[str, Any]:
         for line in window.bad_samples:
             print(f"warning: skipped a bad sample: {line}", flush=True)
         packs = [pack.trim() for pack in window.packs]
         counts = self._global_counts(packs, len(window.bad_samples))
         sums = torch.zeros(self.config.ttt_steps + 1, device=self.device, dtype=torch.float64)
-        for index, pack in enumerate(packs):
-            with self._sync_gradients_at(index == len(packs) - 1):
-                results = self._train_pack(pack, counts)
-            sums += _window_sums(results)
+        with self._told_if_compiling():
+            for index, pack in enumerate(packs):
+                with self._sync_gradients_at(index == len(packs) - 1):
+                    results = self._train_pack(pack, counts)
+                sums += _window_sums(results)
         self._update_weights(counts)
         return self._report(window, counts, self._reduce(sums))
 
@@ -229,6 +251,10 @@ class DrafterModule(lightning.LightningModule):
     @property
     def _compute_dtype(self) -> torch.dtype:
         return self.drafter.fc.weight.dtype
+
+    def _told_if_compiling(self) -> AbstractContextManager[Any]:
+        log = self._compile_log
+        return nullcontext() if log is None else log.step(self._windows_seen)
 
     def _sync_gradients_at(self, last: bool) -> AbstractContextManager[Any]:
         strategy = self.trainer.strategy

@@ -132,6 +132,13 @@ class Recompute(StrEnum):
     mlp = "mlp"
 
 
+class Compile(StrEnum):
+    """What goes through ``torch.compile`` in training, see :mod:`eagle3.compilation`."""
+
+    none = "none"
+    layer = "layer"
+
+
 class RopeType(StrEnum):
     """Rotary embedding variants, named as in Hugging Face ``rope_parameters.rope_type``."""
 
@@ -139,6 +146,13 @@ class RopeType(StrEnum):
     linear = "linear"
     llama3 = "llama3"
     yarn = "yarn"
+
+
+class OptimizerName(StrEnum):
+    """AdamW on everything, or Muon on the matrices of ``fc`` and the layer beside it."""
+
+    adamw = "adamw"
+    muon = "muon"
 
 
 class Schedule(StrEnum):

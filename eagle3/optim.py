@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from eagle3.config import OptimConfig
-from eagle3.names import Schedule
+from eagle3.muon import MuonWithAdamW
+from eagle3.names import OptimizerName, Schedule
+
+_MUON_PARTS = ("fc.", "layer.")
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,35 @@ class LrSchedule:
         return self.peak * (self.min_ratio + (1 - self.min_ratio) * left)
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig, lr: float) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay on matrices only."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    matrices = [p for p in trainable if p.ndim >= 2]
-    vectors = [p for p in trainable if p.ndim < 2]
+def build_optimizer(module: nn.Module, config: OptimConfig, lr: float) -> torch.optim.Optimizer:
+    """The configured optimizer over the trainable parameters; weight decay on matrices only.
+
+    Muon takes the matrices below ``fc`` and ``layer``. Its updates are scaled to the size of
+    AdamW's (Moonshot, arXiv:2502.16982, section 2.2), so both are used at the same ``lr``.
+    """
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if config.optimizer is OptimizerName.adamw:
+        return _adamw(trainable.values(), config, lr)
+    matrices = {
+        name: p for name, p in trainable.items() if p.ndim == 2 and name.startswith(_MUON_PARTS)
+    }
+    others = [p for name, p in trainable.items() if name not in matrices]
+    return MuonWithAdamW(
+        list(matrices.values()),
+        _adamw(others, config, lr),
+        lr=lr,
+        weight_decay=config.weight_decay,
+        momentum=config.muon_momentum,
+        ns_steps=config.muon_ns_steps,
+        adjust_lr_fn="match_rms_adamw",
+    )
+
+
+def _adamw(parameters: Iterable[Tensor], config: OptimConfig, lr: float) -> torch.optim.AdamW:
+    given = list(parameters)
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in given if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in given if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -65,23 +90,30 @@ def build_optimizer(module: nn.Module, config: OptimConfig, lr: float) -> torch.
 
 @torch.no_grad()
 def update_ratio(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Tensor:
-    """Size of AdamW's last step over the size of the weights, ``|dw| / |w|`` (scalar).
+    """Size of the last step, weight decay apart, over that of the weights: ``|dw| / |w|`` (scalar).
 
-    Rebuilt from the optimizer's moments, so that no copy of the weights is needed.
+    AdamW's is rebuilt from its moments, so that no copy of the weights is needed; Muon's is what
+    :class:`eagle3.muon.MuonWithAdamW` measured.
     """
-    rates = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     moved: list[Tensor] = []
     sizes: list[Tensor] = []
     for parameter in parameters:
-        state, group = optimizer.state.get(parameter), rates.get(id(parameter))
+        state, group = optimizer.state.get(parameter), groups.get(id(parameter))
         if not state or group is None:
             continue
-        beta1, beta2 = group["betas"]
-        step = float(state["step"])
-        mean = state["exp_avg"] / (1 - beta1**step)
-        spread = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt() + group["eps"]
-        moved.append(group["lr"] * torch.linalg.vector_norm(mean / spread))
+        measured = "update_norm" in state
+        moved.append(state["update_norm"] if measured else _adamw_update_norm(state, group))
         sizes.append(torch.linalg.vector_norm(parameter))
     if not moved:
         return torch.tensor(math.nan)
     return torch.stack(moved).norm() / torch.stack(sizes).norm()
+
+
+def _adamw_update_norm(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """Size of AdamW's last step on one parameter."""
+    beta1, beta2 = group["betas"]
+    step = float(state["step"])
+    mean = state["exp_avg"] / (1 - beta1**step)
+    spread = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt() + group["eps"]
+    return group["lr"] * torch.linalg.vector_norm(mean / spread)

@@ -39,6 +39,17 @@ def test_paths_that_a_capture_provides_are_not_asked_for() -> None:
     check(to_config(OmegaConf.create({"capture": capture})))
 
 
+def test_muons_own_options_pass_with_muon() -> None:
+    check(config_with(optim={"optimizer": "muon", "muon_momentum": 0.9, "muon_ns_steps": 6}))
+
+
+def test_compiling_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r"compute.compile=layer needs a C\+\+ compiler, and g"):
+        check(config_with(compute={"compile": "layer"}))
+    check(config_with(compute={"compile": "none"}))
+
+
 def test_the_whole_vocabulary_needs_no_map() -> None:
     check(config_with(paths={"vocab_map": None}, model={"draft_vocab_size": 49152}))
 
@@ -61,6 +72,9 @@ def test_the_whole_vocabulary_needs_no_map() -> None:
         ({"data": {"split_context_tokens": 4096}}, "data.split_context_tokens=4096"),
         ({"data": {"aux_layer_ids": [1, 1, 2]}}, "data.aux_layer_ids=[1, 1, 2]"),
         ({"optim": {"warmup_ratio": 1.0}}, "optim.warmup_ratio=1.0"),
+        ({"optim": {"optimizer": "muon", "muon_ns_steps": 0}}, "optim.muon_ns_steps=0"),
+        ({"optim": {"optimizer": "muon", "muon_momentum": 1.0}}, "optim.muon_momentum=1.0"),
+        ({"optim": {"muon_momentum": 0.9}}, "optim.muon_momentum=0.9 does nothing with"),
         ({"loss": {"mix": [{"name": "kll"}]}}, "unknown loss 'kll'"),
         ({"loss": {"mix": []}}, "loss.mix is empty"),
         ({"loss": {"mix": [{"name": "kl", "weight": 0.0}]}}, "weight 0.0 of kl"),
