@@ -85,7 +85,9 @@ class ConvertSummary:
     num_kept: int
     """Samples that an earlier, interrupted run had written."""
     skipped: tuple[str, ...]
-    """A line for each sample that was left out."""
+    """A line for each unusable sample that was left out."""
+    too_short: int
+    """Samples of less than two tokens, left out too."""
     fingerprint: str
     seconds: float
 
@@ -99,6 +101,7 @@ class _Job:
     facts: StateFacts
     documents: Documents
     bad_files: tuple[str, ...]
+    too_short: int
 
     @property
     def name(self) -> str:
@@ -157,7 +160,7 @@ def _prepare(request: ConvertRequest, store: Store, bad_samples: BadSamples) -> 
     sources, place = label(index, store.directory, request.source_labels)
     documents = replace(Documents.of_index(index), sources=sources, source=place)
     bad_files = tuple(reason for _, reason in index.bad)
-    return _Job(request, StateReader(store, index), facts, documents, bad_files)
+    return _Job(request, StateReader(store, index), facts, documents, bad_files, index.too_short)
 
 
 def _verifier_facts(request: ConvertRequest, store: Store) -> VerifierFacts:
@@ -189,6 +192,7 @@ def _finished_before(job: _Job) -> ConvertSummary | None:
         num_bytes=sum(shard.bytes for shard in manifest.shards),
         num_kept=manifest.num_samples,
         skipped=tuple(record["skipped"]),
+        too_short=job.too_short,
         fingerprint=manifest.fingerprint,
         seconds=0.0,
     )
@@ -210,7 +214,12 @@ def _run(
         progress = ByteProgress("convert", missing, log)
         _Filler(job, writer, bad_samples, progress).run()
         skipped = (*job.bad_files, *writer.skipped.values())
-        record = {"job": job.name, "source": str(request.source), "skipped": skipped}
+        record = {
+            "job": job.name,
+            "source": str(request.source),
+            "skipped": skipped,
+            "too_short": job.too_short,
+        }
         writer.publish(RECORD_NAME, json.dumps(record, indent=2).encode() + b"\n")
         manifest = writer.complete(verifier, f"eagle3 {eagle3.__version__}")
     return ConvertSummary(
@@ -219,6 +228,7 @@ def _run(
         num_bytes=sum(shard.bytes for shard in manifest.shards),
         num_kept=kept,
         skipped=skipped,
+        too_short=job.too_short,
         fingerprint=manifest.fingerprint,
         seconds=progress.seconds,
     )

@@ -20,6 +20,7 @@ from eagle3.inspection import command as inspect
 from eagle3.inspection.stated import GivenFacts, find_sizes
 from eagle3.names import LastHidden, LayerIdConvention
 from eagle3.shards_commands import convert, verify
+from eagle3.shards_commands.options import as_options, whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr)
+        vocab_map = "--compare" if args.command == "vocab" else "--vocab-map"
+        print(f"error: {as_options(str(error), vocab_map)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -90,7 +92,7 @@ def _add_directory(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-workers",
-        type=int,
+        type=whole(1),
         default=workers,
         metavar="N",
         help="threads that read (%(default)s)",
@@ -118,9 +120,9 @@ def _add_directory(parser: argparse.ArgumentParser) -> None:
         "--layer-id-convention", choices=_names(LayerIdConvention), help="what these ids count"
     )
     facts.add_argument("--last-hidden", choices=_names(LastHidden), help="kind of the last state")
-    facts.add_argument("--num-aux-layers", type=int, metavar="N")
-    facts.add_argument("--hidden-size", type=int, metavar="N")
-    facts.add_argument("--vocab-size", type=int, metavar="N", help="of the verifier")
+    facts.add_argument("--num-aux-layers", type=whole(1), metavar="N")
+    facts.add_argument("--hidden-size", type=whole(1), metavar="N")
+    facts.add_argument("--vocab-size", type=whole(1), metavar="N", help="of the verifier")
 
 
 def _names(choices: type[StrEnum]) -> list[str]:

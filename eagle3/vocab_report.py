@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from eagle3.data.vocab_files import MapOrigin, save_vocab_map
 from eagle3.errors import ConfigError, DataError
 from eagle3.inspection.stated import GivenFacts
 from eagle3.names import TrainOn
+from eagle3.shards_commands.options import as_options, whole
 from eagle3.vocab_comparison import Comparison, compare_map
 from eagle3.vocab_coverage import (
     Counted,
@@ -32,6 +34,7 @@ from eagle3.vocab_coverage import (
 DESCRIPTION = "count response tokens, show the coverage of draft vocabularies, write a map"
 DEFAULT_SIZES = (8192, 16384, 32768, 65536)
 JSON_VERSION = 1
+_SIZE = re.compile(r"(\d+)(k?)")
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class VocabReport:
     def lines(self) -> list[str]:
         """The report for people."""
         return [
-            *(f"warning: left out: {line}" for line in self.bad_samples),
+            *(f"warning: left out: {as_options(line)}" for line in self.bad_samples),
             f"{self.tokens:,} response tokens (train_on={self.train_on}) in {self.documents:,} "
             f"documents of {len(self.directories)} director"
             f"{'y' if len(self.directories) == 1 else 'ies'}",
@@ -81,9 +84,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All options of the sub-command."""
     parser.add_argument("directories", metavar="DIR", nargs="+", type=Path)
     parser.add_argument(
-        "--sizes", type=_numbers, default=DEFAULT_SIZES, metavar="N,N", help="default: 8k to 64k"
+        "--sizes",
+        type=_sizes,
+        default=DEFAULT_SIZES,
+        metavar="N,N",
+        help="default: 8k,16k,32k,64k; 8k is 8,192",
     )
-    parser.add_argument("--write", type=int, metavar="SIZE", help="write a map of SIZE tokens")
+    parser.add_argument(
+        "--write", type=_size, metavar="SIZE", help="write a map of SIZE tokens, such as 32k"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.safetensors", help="where to write it")
     parser.add_argument("--compare", type=Path, metavar="MAP", help="coverage of an existing map")
     parser.add_argument("--verifier", type=Path, metavar="DIR", help="sizes and special tokens")
@@ -92,16 +101,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", type=_numbers, default=(), metavar="ID,ID", help="token ids to keep always"
     )
     parser.add_argument("--arrow", type=Path, metavar="DIR", help="data set of speculators 0.9")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="of the verifier")
+    parser.add_argument("--vocab-size", type=whole(1), metavar="N", help="of the verifier")
     parser.add_argument(
         "--train-on", type=TrainOn, choices=list(TrainOn), default=TrainOn.assistant
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument(
-        "--max-bad-samples", type=int, default=10, metavar="N", help="left out; one more stops"
+        "--max-bad-samples",
+        type=whole(0),
+        default=10,
+        metavar="N",
+        help="left out; one more stops (%(default)s)",
     )
     parser.add_argument("--cache", type=Path, default=Path(".cache/eagle3"), metavar="DIR")
-    parser.add_argument("--num-workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N")
+    workers = min(8, os.cpu_count() or 1)
+    parser.add_argument("--num-workers", type=whole(1), default=workers, metavar="N")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,11 +124,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: something that the user can mend.
     """
-    if (args.write is None) != (args.out is None):
-        raise ConfigError(
-            "--write and --out: found one without the other, expected both: --write SIZE --out "
-            "FILE.safetensors."
-        )
+    _check_out(args.write, args.out)
     source = args.tokenizer or args.verifier
     tokenizer = None if source is None else read_tokenizer(source)
     counted = count_directories(
@@ -127,6 +137,11 @@ def run(args: argparse.Namespace) -> int:
         num_workers=args.num_workers,
         max_bad_samples=args.max_bad_samples,
     )
+    if args.write is not None and args.write > len(counted.counts):
+        raise ConfigError(
+            f"--write: found {args.write:,}, expected at most {len(counted.counts):,}, the size of "
+            "the verifier's vocabulary."
+        )
     keep = always_kept(tokenizer, args.verifier, args.keep, len(counted.counts))
     comparison = None
     if args.compare is not None:
@@ -153,6 +168,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         _write_json(args.json, report)
     return 0
+
+
+def _check_out(size: int | None, out: Path | None) -> None:
+    if (size is None) != (out is None):
+        raise ConfigError(
+            "--write and --out: found one without the other, expected both: --write SIZE --out "
+            "FILE.safetensors."
+        )
+    if out is not None and out.suffix != ".safetensors":
+        raise ConfigError(
+            f"--out: found {out}, expected a name that ends in .safetensors, the form in which "
+            "maps are written."
+        )
 
 
 def _write_map(
@@ -183,6 +211,19 @@ def _write_json(path: Path, report: VocabReport) -> None:
         raise DataError(
             f"{path}: cannot be written ({error}). Give --json another path."
         ) from error
+
+
+def _size(text: str) -> int:
+    """``8192`` or ``8k``, a size of at least 1."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a size such as 8192 or 8k")
+    return int(found[1]) * (1024 if found[2] else 1)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """``8192,16k`` as sizes."""
+    return tuple(_size(part) for part in text.split(",") if part)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

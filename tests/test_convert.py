@@ -16,6 +16,7 @@ import torch
 
 from eagle3 import shards
 from eagle3.convert import RECORD_NAME
+from eagle3.data import disk
 from eagle3.data.bad_samples import BadSamples
 from eagle3.data.corpus import Corpus
 from eagle3.data.formats import open_store
@@ -260,6 +261,33 @@ def test_only_the_first_samples(source: Path, tmp_path: Path) -> None:
     assert index.lengths.tolist() == list(LENGTHS[:4])
 
 
+def test_short_samples_are_counted_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of one token and of none, also when the work had been done before."""
+    source, out = write_capture(tmp_path / "capture", (1, 9, 0, 5, 1)), tmp_path / "native"
+    for _ in range(2):
+        summary = run(source, out)
+        assert (summary.num_samples, summary.too_short, summary.skipped) == (2, 3, ())
+    assert json.loads((out / RECORD_NAME).read_text())["too_short"] == 3
+    facts = ["--aux-layer-ids", "2,15,27", "--layer-id-convention", "entering"]
+    facts += ["--last-hidden", "pre_norm", "--vocab-size", "50", "--cache", str(tmp_path / "cache")]
+    assert shards.main(["convert", str(source), str(tmp_path / "again"), *facts]) == 0
+    assert "left out: 0 unusable, 3 of less than two tokens" in capsys.readouterr().out
+
+
+def test_a_disk_that_is_too_small_leaves_the_directory_free(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was written, so a conversion with other shards may begin there."""
+    monkeypatch.setattr(disk, "free_bytes", lambda path: 100)
+    with pytest.raises(DataError, match="will be written, but only 100 bytes are free"):
+        run(source, tmp_path / "native")
+    assert not (tmp_path / "native").exists()
+    monkeypatch.undo()
+    assert run(source, tmp_path / "native", shard_bytes=700).num_samples == len(LENGTHS)
+
+
 def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = ["--aux-layer-ids", "2,15,27", "--layer-id-convention", "entering"]
     facts += ["--last-hidden", "pre_norm", "--vocab-size", "50", "--cache", str(tmp_path / "cache")]
@@ -270,7 +298,7 @@ def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert shards.main([*command, "--max-bad-samples", "1"]) == 0
     printed = capsys.readouterr().out
     assert "9 samples, 92 tokens" in printed
-    assert "left out: " in printed
+    assert "left out: 1 unusable, 0 of less than two tokens" in printed
     assert corpus(tmp_path / "native").layout == LAYOUT
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from eagle3.shards import main
-from tests.inspection.planted import CONFIG, capture, make_verifier, save
+from eagle3.shards_commands.options import as_options
+from tests.inspection.planted import CONFIG, VOCAB, capture, make_verifier, save
 
 
 def shards(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -71,7 +75,16 @@ def test_inspect_exits_with_2_and_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["inspect", "."], "error: .: no file says num_aux_layers"),
+        (["inspect", "."], "error: .: found an empty directory, expected manifest.json or"),
+        (["inspect", ".", "--val-ratio", "2"], "error: --val-ratio: found 2, expected a share"),
+        (["inspect", ".", "--show", "-1"], "argument --show: found '-1', expected a whole number"),
+        (["verify", ".", "--sample", "-1"], "argument --sample: found '-1', expected a whole"),
+        (["verify", ".", "--num-workers", "0"], "argument --num-workers: found '0', expected"),
+        (["convert", ".", "out", "--max-samples", "0"], "argument --max-samples: found '0'"),
+        (["convert", ".", "out", "--max-samples", "few"], "argument --max-samples: found 'few'"),
+        (["vocab", ".", "--write", "8kB", "--out", "a.safetensors"], "found '8kB', expected a"),
+        (["vocab", ".", "--sizes", "0"], "argument --sizes: found '0', expected a size such as"),
+        (["vocab", ".", "--write", "8k", "--out", "a.pt"], "error: --out: found a.pt, expected"),
         (["inspect", ".", "--train-on", "everything"], "invalid choice: 'everything'"),
         (["inspect", ".", "--max-seq-len", "2k"], "found '2k', expected whole numbers"),
         (["convert", "missing", "out"], "error: missing: found no such directory"),
@@ -131,3 +144,59 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, verifier: Pat
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_one_message(
+    tmp_path: Path, verifier: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = save(tmp_path / "sound", capture(2), CONFIG)
+    command = ("inspect", directory, "--verifier", verifier, "--device", "cuda")
+    assert here(*command, "--cache", tmp_path / "cache") == 2
+    assert capsys.readouterr().err.startswith("error: --device: found cuda, but torch can use no")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
+def test_what_is_no_file_is_named_among_the_others(
+    tmp_path: Path,
+    make: Callable[[Path], None],
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory = save(tmp_path / "sound", capture(), CONFIG)
+    make(directory / "data_77.pt")
+    assert here(command, directory, "--cache", tmp_path / "cache") == 1
+    assert "data_77.pt: cannot be read (a " in capsys.readouterr().out
+
+
+def test_messages_name_options_and_not_the_keys_of_a_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, cache = save(tmp_path / "source", capture(2)), ("--cache", tmp_path / "cache")
+    assert here("convert", source, tmp_path / "out", "--vocab-size", VOCAB, *cache) == 2
+    errors = capsys.readouterr().err
+    assert "nor the command line says what the stored states are" in errors
+    assert "--layer-id-convention=entering (or after)" in errors
+    assert "--aux-layer-ids=2,30,58 (the layers" in errors
+    assert here("verify", source, "--vocab-size", 3, *cache) == 1
+    assert "Set --vocab-size to the verifier's" in capsys.readouterr().out
+    (tmp_path / "map.pt").write_bytes(b"nothing")
+    words = ("--vocab-size", VOCAB, "--compare", tmp_path / "map.safetensors")
+    assert here("vocab", source, *words, *cache) == 2
+    assert "Set --compare to a .safetensors or .pt file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("Set paths.shards=/a/b.c.", "Set DIR=/a/b.c."),
+        ("set paths.arrow to it", "set --arrow to it"),
+        ("data.aux_layer_ids=[2,30] (x)", "--aux-layer-ids=2,30 (x)"),
+        ("(model.vocab_size=7). Set model.hidden_size", "(--vocab-size=7). Set --hidden-size"),
+        ("the config and the config.json", "the command line and the config.json"),
+        ("mydata.last_hidden, paths.shards_x", "mydata.last_hidden, paths.shards_x"),
+    ],
+)
+def test_keys_become_options(message: str, expected: str) -> None:
+    assert as_options(message) == expected

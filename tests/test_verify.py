@@ -297,3 +297,25 @@ def test_speculators_files_have_no_checksums(tmp_path: Path) -> None:
     save_file({"hidden_states": states, "token_ids": torch.tensor(ids)}, path)
     (damage,) = look(directory).damages
     assert "states: NaN or inf" in damage.what
+
+
+def test_flips_outside_the_records_of_a_capture_are_found(capture: Path) -> None:
+    """In the header of a record, and in the last bytes of the file."""
+    path = capture / "data_3.pt"
+    whole = path.read_bytes()
+    for place in (1, len(whole) - 4, len(whole) - 14):
+        flip(path, place)
+        (damage,) = look(capture).damages
+        assert damage.line().startswith(f"{path}: found a torch.save file of"), place
+        path.write_bytes(whole)
+    assert "dates, versions" in look(capture).result.checks[0]
+
+
+def test_checksums_that_differ_late_are_shown_whole(native: Path) -> None:
+    path = native / "manifest.json"
+    content = json.loads(path.read_text())
+    stated = content["blake2b"]
+    content["blake2b"] = stated[:-1] + ("1" if stated[-1] == "0" else "0")
+    path.write_text(json.dumps(content))
+    (damage,) = look(native).damages
+    assert f"found content with the checksum {stated}, expected {content['blake2b']}" in damage.what

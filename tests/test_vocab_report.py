@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,13 +116,30 @@ def test_coverage_by_hand(
     ]
 
 
-def test_a_size_past_the_vocabulary_is_the_identity(
+def test_the_size_of_the_vocabulary_is_the_identity(
     shards: Path, tmp_path: Path, options: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "map.safetensors"
-    assert run(shards, "--write", 64, "--out", out, "--vocab-size", VOCAB, *options) == 0
+    assert run(shards, "--write", VOCAB, "--out", out, "--vocab-size", VOCAB, *options) == 0
     assert load_vocab_map(out, VOCAB, VOCAB).selected.tolist() == list(range(VOCAB))
     assert f"model.draft_vocab_size={VOCAB}" in capsys.readouterr().out
+
+
+def test_a_size_may_be_said_in_thousands_of_two_to_the_tenth(
+    shards: Path, tmp_path: Path, options: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8k is the 8,192 that the table shows; the file is as readable as any other."""
+    out, old = tmp_path / "map.safetensors", os.umask(0o022)
+    try:
+        wanted = ["--write", "1k", "--out", out, "--sizes", "1k,2k", "--vocab-size", 3000]
+        assert run(shards, *wanted, *options) == 0
+    finally:
+        os.umask(old)
+    assert load_vocab_map(out, 1024, 3000).draft_size == 1024
+    assert out.stat().st_mode & 0o777 == 0o644
+    table = capsys.readouterr().out
+    assert "1,024" in table
+    assert "2,048" in table
 
 
 def test_special_tokens_are_kept_at_any_frequency(
@@ -267,13 +285,24 @@ def test_an_absolute_map_is_named_so(shards: Path, tmp_path: Path, options: list
     ("wanted", "error", "message"),
     [
         (["--vocab-size", 30, "--write", 4], ConfigError, "--out FILE"),
+        (["--vocab-size", 30, "--write", 31, "--out", "a.safetensors"], ConfigError, "at most 30"),
+        (["--vocab-size", 30, "--write", 4, "--out", "a.pt"], ConfigError, r"\.safetensors"),
         (["--vocab-size", 30, "--keep", "30"], ConfigError, r"id 30, expected ids 0\.\.29"),
         (["--vocab-size", 30, "--sizes", "2", "--keep", "1,2,3"], ConfigError, "3 ids to keep"),
         ([], ConfigError, "--vocab-size N"),
         (["--vocab-size", 15, "--max-bad-samples", 2], DataError, r"found token ids 3\.\.20"),
         (["--vocab-size", 30, "--tokenizer", "gone.json"], DataError, "no such file"),
     ],
-    ids=["write", "keep", "too small", "no size", "ids past it", "tokenizer"],
+    ids=[
+        "write",
+        "past it",
+        "another form",
+        "keep",
+        "too small",
+        "no size",
+        "ids past it",
+        "tokenizer",
+    ],
 )
 def test_what_cannot_be_done_is_said(
     wanted: list[object], error: type[Exception], message: str, shards: Path, options: list[object]

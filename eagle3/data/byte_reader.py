@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.data.buffers import huge_pages
+from eagle3.data.plain_file import READ
 from eagle3.errors import DataError
 from eagle3.names import ReadMode
 
@@ -192,7 +193,7 @@ class _Open:
 
     def __init__(self, file: IndexedFile, flags: int = 0) -> None:
         self._file = file
-        self.descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        self.descriptor = os.open(file.path, READ | flags)
 
     def __enter__(self) -> _Open:
         return self

@@ -153,5 +153,6 @@ def check_same_states(ours: Shards, theirs: Shards) -> None:
     if ours.index.dtype != theirs.index.dtype:
         raise DataError(
             f"{theirs.directory}: found states in {theirs.index.dtype}, expected "
-            f"{ours.index.dtype} as in {ours.directory}. Convert one of them."
+            f"{ours.index.dtype} as in {ours.directory}. Conversion keeps dtypes: capture "
+            "one of them again, or train on one of them."
         )

@@ -165,7 +165,8 @@ class DataModule(lightning.LightningDataModule, ABC):
         return sorted(map(sample_id, hashes.tolist()))
 
     def validation_tokens(self, max_tokens: int) -> list[TokenDocument]:
-        """All validation documents; none when they hold more than ``max_tokens`` tokens."""
+        """All validation documents that can be read, whatever became of the others since they were
+        indexed; none when they hold more than ``max_tokens`` tokens."""
         corpus = self._validation.corpus
         documents = self._validation.plan.packs.documents
         if int(corpus.lengths[documents].sum()) > max_tokens:
@@ -296,7 +297,7 @@ class ShardDataModule(DataModule):
         """The place in the plan: windows whose optimizer step is done, not those read ahead."""
         assert self.trainer is not None, "saved without a trainer"
         epoch = self.trainer.current_epoch
-        trained = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        trained = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
         plan = self.epoch_plan(epoch)
         return Position.of(plan, epoch, trained, self._corpus.fingerprint).to_dict()
 
@@ -346,11 +347,18 @@ class ShardDataModule(DataModule):
 
 
 def _tokens(corpus: Corpus, documents: Sequence[int], max_tokens: int) -> list[TokenDocument]:
-    found = []
+    """Those that can still be read: a file may have gone since it was indexed."""
+    found, gone = [], []
     for document in documents:
         max_tokens -= int(corpus.lengths[document])
         if max_tokens < 0:
             break
-        ids, mask = corpus.input_ids(document), corpus.loss_mask(document)
+        try:
+            ids, mask = corpus.input_ids(document), corpus.loss_mask(document)
+        except DataError as error:
+            gone.append(str(error))
+            continue
         found.append(TokenDocument(ids.tolist(), mask.tolist()))
+    if gone:
+        logger.warning("left out of the references: %d documents, first %s", len(gone), gone[0])
     return found

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3.data.layout import StateLayout
-from eagle3.data.native import NativeStore, is_native, is_unfinished
+from eagle3.data.native import NativeStore, has_lost_manifest, is_native, is_unfinished
+from eagle3.data.native_manifest import MANIFEST_NAME
 from eagle3.data.speculators import Speculators, list_states
 from eagle3.data.speculators_v1 import SpeculatorsV1, list_documents
 from eagle3.data.store import Store
@@ -41,6 +42,7 @@ FORMATS = {
         Speculators,
     ),
 }
+_EXPECTED = " or ".join(form.files for form in FORMATS.values())
 
 
 def open_store(directory: Path, layout: StateLayout, arrow: Path | None = None) -> Store:
@@ -54,11 +56,10 @@ def open_store(directory: Path, layout: StateLayout, arrow: Path | None = None) 
     Raises:
         DataError: there is no such directory, none of the known formats is in it, or two are.
     """
-    expected = " or ".join(form.files for form in FORMATS.values())
     if not directory.is_dir():
         raise DataError(
             f"{directory}: found no such directory, expected captured hidden states. "
-            f"Set paths.shards to the directory that holds {expected}"
+            f"Set paths.shards to the directory that holds {_EXPECTED}"
         )
     found = {name: form for name, form in FORMATS.items() if form.is_here(directory)}
     if len(found) > 1:
@@ -69,21 +70,32 @@ def open_store(directory: Path, layout: StateLayout, arrow: Path | None = None) 
         )
     for form in found.values():
         return form.open(directory, layout, arrow)
+    raise nothing_to_open(directory)
+
+
+def nothing_to_open(directory: Path) -> DataError:
+    """What to say about a directory in which there is none of the known formats."""
     if is_unfinished(directory):
-        raise DataError(
+        return DataError(
             f"{directory}: found shards that are still being written, or whose writing was "
             "interrupted, expected a complete directory. Start the command that writes them "
             "again; it goes on where it stopped."
         )
+    if has_lost_manifest(directory):
+        return DataError(
+            f"{directory}: found shards or an index of a native directory without "
+            f"{MANIFEST_NAME}, expected it beside them. Copy it again from its origin, or convert "
+            "the capture again."
+        )
     inside = directory / "hidden_states"
     if list_states(inside):
-        raise DataError(
+        return DataError(
             f"{directory}: found the prepared data of speculators, expected its states. "
             f"Set paths.shards={inside}."
         )
     others = sorted(p.name for p in directory.iterdir())[:3]
-    raise DataError(
-        f"{directory}: found {', '.join(others) or 'an empty directory'}, expected {expected} "
+    return DataError(
+        f"{directory}: found {', '.join(others) or 'an empty directory'}, expected {_EXPECTED} "
         "Set paths.shards to the directory with these files, or capture them first."
     )
 

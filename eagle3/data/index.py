@@ -73,7 +73,7 @@ class DocumentIndex:
     ids_offset: NDArray[np.int64]
     """[D]"""
     ids_bytes: NDArray[np.int64]
-    """[D], 4 or 8."""
+    """[D], 2, 4 or 8."""
     state_offsets: NDArray[np.int64]
     """[D, P]"""
     sources: tuple[str, ...]

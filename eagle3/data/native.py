@@ -142,6 +142,12 @@ def is_unfinished(directory: Path) -> bool:
     return not is_native(directory) and (directory / WRITING_NAME).is_dir()
 
 
+def has_lost_manifest(directory: Path) -> bool:
+    """Whether the other files of a complete native directory are here."""
+    shards = any(directory.glob("shard-*.safetensors"))
+    return not is_native(directory) and (shards or (directory / INDEX_NAME).is_file())
+
+
 def read_layout(directory: Path) -> StateLayout:
     """Sizes of the states of a native directory.
 

@@ -136,8 +136,8 @@ def read_index(directory: Path, manifest: Manifest) -> NativeIndex:
     found = digest(content)
     if found != manifest.index_blake2b:
         raise DataError(
-            f"{path}: found {len(content):,} bytes with the checksum {found[:16]}..., expected "
-            f"{manifest.index_blake2b[:16]}... as in the manifest: it is damaged or belongs to "
+            f"{path}: found {len(content):,} bytes with the checksum {found}, expected "
+            f"{manifest.index_blake2b} as in the manifest: it is damaged or belongs to "
             "another directory. Copy it again from its origin, or convert the directory again."
         )
     return _check(_parse(content, path), manifest, path)

@@ -267,8 +267,8 @@ def _check_own_digest(content: dict[str, Any], path: Path) -> None:
     found = _own_digest({key: value for key, value in content.items() if key != "blake2b"})
     if "blake2b" in content and found != stated:
         raise DataError(
-            f"{path}: key 'blake2b': found content with the checksum {found[:16]}..., expected "
-            f"{str(stated)[:16]}...: the file is damaged, or was edited by hand. Copy it again "
+            f"{path}: key 'blake2b': found content with the checksum {found}, expected "
+            f"{stated!s:.80}: the file is damaged, or was edited by hand. Copy it again "
             "from its origin. If the edit is meant, remove the key 'blake2b' from it."
         )
 

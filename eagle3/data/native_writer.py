@@ -73,6 +73,8 @@ class NativeWriter:
         self._writing = directory / WRITING_NAME
         self._borders = _plan(documents.lengths, facts, shard_bytes)
         _check_empty(directory)
+        if not self._writing.exists():  # before anything claims the directory for this job
+            check_space(directory, self._bytes_of(documents.lengths))
         try:
             self._writing.mkdir(parents=True, exist_ok=True)
             self._journal = Journal(self._writing / "journal")

@@ -7,41 +7,25 @@ constants, tuples, lists, dicts, and calls of the functions that build tensors::
 
 This machine knows only these, and turns the calls into records of their arguments. It imports
 nothing, calls nothing that a file names, and its memory is bounded by the size of the pickle, so
-a hostile file costs no more than a damaged one.
+a hostile file costs no more than a damaged one. What a file names, and what its calls mean, is
+judged by :mod:`eagle3.data.pickle_values`.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-
-class NotTensorsError(Exception):
-    """The pickle needs more than tensors, dicts, lists and constants; says what."""
-
-
-class DamagedPickleError(Exception):
-    """Not a complete pickle."""
-
-
-class Storage(NamedTuple):
-    """A storage as the pickle refers to it."""
-
-    kind: str
-    """Name of its class in torch: ``BFloat16Storage``."""
-    key: str
-    """Its bytes are the record ``data/{key}``."""
-
-
-class PickledTensor(NamedTuple):
-    """Arguments of a tensor; all numbers are 0 or more."""
-
-    storage: Storage
-    offset: int
-    """Elements before the first one."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+from eagle3.data.pickle_values import (
+    DamagedPickleError,
+    Named,
+    NotTensorsError,
+    Opaque,
+    Storage,
+    build,
+    known,
+)
 
 
 class Place(int):
@@ -51,20 +35,10 @@ class Place(int):
     """Its place among the numbers of the pickle."""
 
 
-class _Callable(NamedTuple):
-    """A function or class that the pickle names."""
-
-    name: str
-
-
-_TENSOR = _Callable("torch._utils._rebuild_tensor_v2")
-_ORDERED_DICT = _Callable("collections.OrderedDict")
-_SIZE = _Callable("torch.Size")
-_KNOWN = {found.name: found for found in (_TENSOR, _ORDERED_DICT, _SIZE)}
 _MARK: Final = object()
 _STOP = 0x2E
 _UINT8, _UINT16, _INT32 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<i")
-_UINT32, _FLOAT64 = struct.Struct("<I"), struct.Struct(">d")
+_UINT32, _UINT64, _FLOAT64 = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct(">d")
 
 
 class PickleMachine:
@@ -177,49 +151,31 @@ def _constant(value: Any) -> Callable[[PickleMachine], None]:
 
 
 def _named(machine: PickleMachine) -> None:
-    machine.stack.append(_known(machine.line(), machine.line()))
-
-
-def _known(module: str, name: str) -> _Callable:
-    path = f"{module}.{name}"
-    if path in _KNOWN:
-        return _KNOWN[path]
-    if module in ("torch", "torch.storage") and name.endswith("Storage"):
-        return _Callable(name)
-    raise NotTensorsError(path)
+    machine.stack.append(known(machine.line(), machine.line()))
 
 
 def _named_on_stack(machine: PickleMachine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(_known(str(module), str(name)))
+    machine.stack.append(known(str(module), str(name)))
 
 
 def _storage(machine: PickleMachine) -> None:
     _, kind, key, *_ = machine.stack.pop()
-    if not isinstance(kind, _Callable) or not isinstance(key, str):
+    if not isinstance(kind, Named) or not isinstance(key, str):
         raise DamagedPickleError("no storage")
     machine.stack.append(Storage(kind.name, key))
 
 
 def _call(machine: PickleMachine) -> None:
     arguments, function = machine.stack.pop(), machine.stack.pop()
-    if function is _TENSOR:
-        machine.stack.append(_tensor(*arguments[:4]))
-    elif function is _SIZE:
-        machine.stack.append(arguments[0])
-    elif function is _ORDERED_DICT and arguments == ():
-        machine.stack.append({})
-    else:
-        raise NotTensorsError(getattr(function, "name", "a call of a value"))
+    machine.stack.append(build(function, arguments))
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any) -> PickledTensor:
-    usable = isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride)
-    if not usable or not all(isinstance(n, int) and n >= 0 for n in (offset, *shape, *stride)):
-        raise DamagedPickleError("a tensor without a shape")
-    if not isinstance(storage, Storage):
-        raise DamagedPickleError("a tensor without a storage")
-    return PickledTensor(storage, offset, shape, stride)
+def _set_attributes(machine: PickleMachine) -> None:
+    """Of an ordered dict, as a module's state has them; dropped."""
+    machine.stack.pop()
+    if not isinstance(machine.stack[-1], dict | Opaque):
+        raise NotTensorsError("attributes of a value")
 
 
 def _set_items(machine: PickleMachine) -> None:
@@ -259,6 +215,17 @@ def _extend(machine: PickleMachine, values: list[Any]) -> None:
     target += values
 
 
+def _add_to_set(machine: PickleMachine) -> None:
+    machine.pop_to_mark()
+    if not isinstance(machine.stack[-1], Opaque):
+        raise DamagedPickleError("values without a set")
+
+
+def _frozen_set(machine: PickleMachine) -> None:
+    machine.pop_to_mark()
+    machine.stack.append(Opaque("builtins.frozenset"))
+
+
 def _put_next(machine: PickleMachine) -> None:
     machine.memo[len(machine.memo)] = machine.stack[-1]
 
@@ -296,6 +263,10 @@ def _short_text(machine: PickleMachine) -> None:
     machine.stack.append(machine.take(_byte(machine)).decode())
 
 
+def _bytes(layout: struct.Struct) -> Callable[[PickleMachine], None]:
+    return lambda machine: machine.stack.append(machine.take(machine.number(layout)))
+
+
 def _skip(count: int) -> Callable[[PickleMachine], None]:
     def instruction(machine: PickleMachine) -> None:
         machine.take(count)
@@ -316,6 +287,10 @@ _INSTRUCTIONS: dict[int, Callable[[PickleMachine], None]] = {
     0x87: _last_as_tuple(3),
     ord("s"): _set_item,
     ord("u"): _set_items,
+    ord("b"): _set_attributes,
+    0x8F: _constant(Opaque("builtins.set")),
+    0x90: _add_to_set,
+    0x91: _frozen_set,
     ord("a"): _append,
     ord("e"): _appends,
     ord("q"): _put,
@@ -337,4 +312,8 @@ _INSTRUCTIONS: dict[int, Callable[[PickleMachine], None]] = {
     0x8A: _long,
     ord("X"): _text,
     0x8C: _short_text,
+    ord("C"): _bytes(_UINT8),
+    ord("B"): _bytes(_UINT32),
+    0x8E: _bytes(_UINT64),
+    0x96: _bytes(_UINT64),
 }

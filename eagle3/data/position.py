@@ -63,6 +63,7 @@ class Position:
                 f"the plan of epoch {epoch} changed: the checkpoint was trained with {self.plan}, "
                 f"found {plan.fingerprint}. Expected the same max_seq_len, ttt_steps, seed, "
                 "tokens_per_step, number of ranks and data.* settings as in the run that is "
-                "continued; give them again, set data.on_change=accept, or begin a new run."
+                "continued, and the same loss masks in the captured files (the token ids are the "
+                "same). Give them again, set data.on_change=accept, or begin a new run."
             )
         return self.step

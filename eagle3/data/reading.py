@@ -177,7 +177,7 @@ class StateReader:
         itemsize, length = int(index.ids_bytes[document]), int(index.lengths[document])
         file = self.files[int(index.file[document])]
         content = self.bytes.read(file, int(index.ids_offset[document]), itemsize * length)
-        ids = content.view(f"<i{itemsize}")
+        ids = content.view(f"<u{itemsize}")  # of any integer type, for they are not negative
         if hash_ids(ids) != int(index.sample_hash[document]):
             raise DataError(
                 f"{file.path}: found other token ids than when the directory was indexed: the file "

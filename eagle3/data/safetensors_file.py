@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from eagle3.data.plain_file import open_plain
 from eagle3.errors import DataError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -65,7 +66,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = open_plain(path)
         except OSError as error:
             raise _unreadable(path, error) from error
         try:

@@ -18,6 +18,8 @@ from typing import Protocol
 
 import torch
 
+from eagle3.data.plain_file import open_plain
+
 CHUNK_BYTES = 8 << 20
 _LEAST_BYTES = 64 << 10
 
@@ -105,7 +107,7 @@ class _Stream:
     """Reads a file once from front to back through one buffer."""
 
     def __init__(self, path: Path, digest: Digest | None, count: Callable[[int], None]) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = open_plain(path)
         self._digest, self._count = digest, count
         self._buffer = memoryview(bytearray(CHUNK_BYTES))
         self._low = self._high = 0

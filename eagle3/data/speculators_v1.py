@@ -19,6 +19,7 @@ from eagle3.data.declaration import StoredDeclaration, read_declaration
 from eagle3.data.hashing import hash_document
 from eagle3.data.layout import LayoutError, Plane, StateLayout
 from eagle3.data.masks import supervised_runs
+from eagle3.data.pickle_values import Opaque
 from eagle3.data.store import DocumentRecord
 from eagle3.data.torch_zip import StoredTensor, TorchZip
 from eagle3.errors import DataError
@@ -26,6 +27,8 @@ from eagle3.errors import DataError
 _FILE_NAME = re.compile(r"data_(\d+)\.pt")
 _KEYS = "input_ids, loss_mask and hidden_states"
 STATE_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_ID_DTYPES = ("int64", "int32", "uint16")
+_MASK_DTYPES = (*_ID_DTYPES, "bool", "int16", "int8", "uint8", "float32", "float64")
 
 
 class SpeculatorsV1:
@@ -77,16 +80,12 @@ def list_documents(directory: Path) -> tuple[str, ...]:
     if not directory.is_dir():
         return ()
     with os.scandir(directory) as entries:
-        found = [
-            match
-            for entry in entries
-            if (match := _FILE_NAME.fullmatch(entry.name)) and not entry.is_dir()
-        ]
+        found = [match for entry in entries if (match := _FILE_NAME.fullmatch(entry.name))]
     return tuple(m.group() for m in sorted(found, key=lambda m: (int(m.group(1)), m.group())))
 
 
 def check_ids(ids: NDArray[Any], layout: StateLayout, path: Path) -> NDArray[Any]:
-    """Token ids within the verifier's vocabulary; ``ids`` are int32 or int64.
+    """Token ids within the verifier's vocabulary; ``ids`` are int64, int32 or uint16.
 
     Raises:
         DataError: naming ``path``.
@@ -139,7 +138,9 @@ def _content(archive: TorchZip) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    return "a tensor" if isinstance(value, StoredTensor) else type(value).__name__
+    if isinstance(value, StoredTensor):
+        return "a tensor"
+    return value.name if isinstance(value, Opaque) else type(value).__name__
 
 
 def _value(content: dict[str, Any], key: str, path: Path) -> Any:
@@ -186,8 +187,7 @@ def _contiguous(value: StoredTensor, where: str) -> StoredTensor:
 
 def _numbers(archive: TorchZip, tensor: StoredTensor, key: str) -> NDArray[Any]:
     """The values of a vector of ids or of a mask."""
-    integer = tensor.dtype in ("int64", "int32")
-    if not (integer or (key == "loss_mask" and tensor.dtype not in ("bfloat16", "float16"))):
+    if tensor.dtype not in (_ID_DTYPES if key == "input_ids" else _MASK_DTYPES):
         raise DataError(
             f"{archive.path}: key '{key}': found {tensor.dtype}, expected int64. "
             "Capture the sample again."
@@ -208,7 +208,10 @@ def _states(
             "list(tensor.unbind(axis)) with the right axis instead."
         )
     if not isinstance(states, list) or not all(isinstance(s, StoredTensor) for s in states):
-        raise DataError(f"{where}: found {_kind(states)}, expected a list of tensors.")
+        kinds = ", ".join(sorted(set(map(_kind, states)))) if isinstance(states, list) else ""
+        raise DataError(
+            f"{where}: found {_kind(states)}{kinds and f' of {kinds}'}, expected a list of tensors."
+        )
     if len(states) != expected:
         raise LayoutError(
             f"{where}: found {len(states)} tensors, expected {expected} "
@@ -218,7 +221,9 @@ def _states(
     checked = [_state(state, num_tokens, layout, f"{where}[{k}]") for k, state in enumerate(states)]
     dtypes = sorted({state.dtype for state in checked})
     if len(dtypes) > 1:
-        raise DataError(f"{where}: found {' and '.join(dtypes)}, expected one dtype.")
+        raise DataError(
+            f"{where}: found {' and '.join(dtypes)}, expected one dtype. Capture the sample again."
+        )
     return checked
 
 

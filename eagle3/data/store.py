@@ -39,7 +39,7 @@ class DocumentRecord:
     ids_offset: int
     """Byte of the first token id."""
     ids_bytes: int
-    """Size of a token id, 4 or 8; little-endian integers."""
+    """Size of a token id, 2, 4 or 8; little-endian integers."""
     state_offsets: tuple[int, ...]
     """Byte of the first token's first value, for each plane of the format."""
     source: str = ""

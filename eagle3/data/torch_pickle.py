@@ -14,7 +14,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from eagle3.data.pickle_machine import PickledTensor, PickleMachine
+from eagle3.data.pickle_machine import PickleMachine
+from eagle3.data.pickle_values import PickledTensor
 
 _MAX_TEMPLATES = 256
 _Skeleton = dict[str, PickledTensor | list[PickledTensor]]

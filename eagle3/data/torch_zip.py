@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eagle3.data.pickle_machine import DamagedPickleError, NotTensorsError, PickledTensor
+from eagle3.data.pickle_values import DamagedPickleError, NotTensorsError, Opaque, PickledTensor
+from eagle3.data.plain_file import open_plain
 from eagle3.data.torch_pickle import PickleReader
 from eagle3.errors import DataError
 
@@ -53,7 +54,15 @@ _DTYPES = {
     "CharStorage": ("int8", 1),
     "ByteStorage": ("uint8", 1),
     "BoolStorage": ("bool", 1),
+    "ComplexFloatStorage": ("complex64", 8),
+    "ComplexDoubleStorage": ("complex128", 16),
+    "uint16": ("uint16", 2),
+    "uint32": ("uint32", 4),
+    "uint64": ("uint64", 8),
+    "float8_e4m3fn": ("float8_e4m3fn", 1),
+    "float8_e5m2": ("float8_e5m2", 1),
 }
+"""By storage class, or by dtype where a storage is plain bytes."""
 _PICKLES = PickleReader()
 
 
@@ -115,10 +124,11 @@ class TorchZip:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = open_plain(path)
         except OSError as error:
             raise unreadable(path, error) from error
         try:
+            self.entries: dict[str, Entry] = {}
             self.size = os.fstat(self._file).st_size
             self._head = os.pread(self._file, _HEAD_BYTES, 0)
             self.entries = self._read_directory()
@@ -148,7 +158,7 @@ class TorchZip:
         except OSError as error:
             raise unreadable(self.path, error) from error
         if len(found) != count:
-            raise self._damaged("it ends early")
+            raise self.damaged("it ends early")
         return found
 
     def values(self, tensor: StoredTensor) -> bytes:
@@ -159,10 +169,13 @@ class TorchZip:
         return found
 
     def content(self) -> Any:
-        """The saved object; a tensor in it, in a dict or in a list is a :class:`StoredTensor`."""
+        """The saved object; a tensor in it, in a dict or in a list is a :class:`StoredTensor`.
+
+        What else is in it and could run no code is an :class:`eagle3.data.pickle_values.Opaque`.
+        """
         pickles = [name for name in self.entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise self._damaged("no pickle in it")
+            raise self.damaged("no pickle in it")
         root = pickles[0].removesuffix("data.pkl")
         order = self.entries.get(f"{root}byteorder")
         if order is not None and self._record(order) != b"little":
@@ -173,11 +186,12 @@ class TorchZip:
         try:
             return self._unpickled(self.entries[pickles[0]], root)
         except DamagedPickleError as error:
-            raise self._damaged(f"its pickle makes no sense: {error}") from error
+            raise self.damaged(f"its pickle makes no sense: {error}") from error
         except NotTensorsError as error:
             raise DataError(
                 f"{self.path}: found objects that are not tensors ({error}), expected a dict of "
-                "tensors. Such a file is not loaded, because it could run code; capture it again."
+                "tensors. Such a file is not loaded, because it could run code; save it again "
+                "without them, or capture it again."
             ) from error
 
     def start(self, entry: Entry) -> int:
@@ -193,9 +207,9 @@ class TorchZip:
         magic, name_size, extra_size = _LOCAL.unpack_from(header)
         start = entry.header + _LOCAL.size + name_size + extra_size
         if magic != b"PK\x03\x04" or header[_LOCAL.size :] != name:
-            raise self._damaged(f"no record {entry.name} where the directory says")
+            raise self.damaged(f"no record {entry.name} where the directory says")
         if entry.end - start - entry.size not in _DESCRIPTOR_BYTES:
-            raise self._damaged(f"record {entry.name} has another size than the directory says")
+            raise self.damaged(f"record {entry.name} has another size than the directory says")
         return int(start)
 
     def _record(self, entry: Entry) -> bytes:
@@ -205,7 +219,7 @@ class TorchZip:
 
     def _check(self, entry: Entry, found: bytes) -> None:
         if entry.crc32 and zlib.crc32(found) != entry.crc32:
-            raise self._damaged(f"record {entry.name} does not match its CRC-32")
+            raise self.damaged(f"record {entry.name} does not match its CRC-32")
 
     def _unpickled(self, entry: Entry, root: str) -> Any:
         if entry.size > _MAX_PICKLE_BYTES:
@@ -222,19 +236,19 @@ class TorchZip:
             return [self._tensor(v, root) if isinstance(v, PickledTensor) else v for v in found]
         return found
 
-    def _tensor(self, found: PickledTensor, root: str) -> StoredTensor:
+    def _tensor(self, found: PickledTensor, root: str) -> StoredTensor | Opaque:
         storage, offset, shape, stride = found
         if storage.kind not in _DTYPES:
-            raise NotTensorsError(f"a tensor in {storage.kind}")
+            return Opaque(f"a tensor of {storage.kind}")
         dtype, itemsize = _DTYPES[storage.kind]
         entry = self.entries.get(f"{root}data/{storage.key}")
         if entry is None:
-            raise self._damaged(f"no storage {storage.key}")
+            raise self.damaged(f"no storage {storage.key}")
         last = offset
         for size, step in zip(shape, stride, strict=True):
             last += (size - 1) * step
         if 0 not in shape and (last + 1) * itemsize > entry.size:
-            raise self._damaged(f"a tensor ends after its storage {storage.key}")
+            raise self.damaged(f"a tensor ends after its storage {storage.key}")
         return StoredTensor(
             dtype, itemsize, shape, stride, self.start(entry) + offset * itemsize, entry
         )
@@ -244,12 +258,12 @@ class TorchZip:
         tail = self.read(tail_start, self.size - tail_start)
         at = tail.rfind(_END_MAGIC)
         if at < 0 or at + _END.size > len(tail):
-            raise self._damaged("it has no directory at its end")
+            raise self.damaged("it has no directory at its end")
         _, _, count, size, offset, _ = _END.unpack_from(tail, at)
         if offset == _FULL32 or count == _FULL16 or size == _FULL32:
             count, size, offset = self._read_end64(tail, at)
         if offset + size > tail_start + at:
-            raise self._damaged("its directory lies outside")
+            raise self.damaged("its directory lies outside")
         if offset >= tail_start:
             directory = tail[offset - tail_start : offset - tail_start + size]
         else:
@@ -262,7 +276,7 @@ class TorchZip:
                 "as torch.save writes it. Load it and save it again with torch.save."
             ) from error
         except (struct.error, ValueError) as error:
-            raise self._damaged("its directory makes no sense") from error
+            raise self.damaged("its directory makes no sense") from error
 
     def _read_end64(self, tail: bytes, at: int) -> tuple[int, int, int]:
         """Count, size and offset of the directory of a large archive."""
@@ -272,10 +286,12 @@ class TorchZip:
                 fields = _END64.unpack(self.read(end, _END64.size))
                 if fields[0] == b"PK\x06\x06":
                     return fields[7], fields[8], fields[9]
-        raise self._damaged("its directory has no place")
+        raise self.damaged("its directory has no place")
 
-    def _damaged(self, what: str) -> DataError:
-        return damaged(self.path, self.size, self._head, what)
+    def damaged(self, what: str) -> DataError:
+        """The error for bytes that are wrong."""
+        is_zip = bool(self.entries) or self._head.startswith(b"PK\x03\x04")
+        return _damaged(self.path, self.size, what) if is_zip else _no_zip(self.path, self.size)
 
 
 class _CompressedError(Exception):
@@ -332,13 +348,15 @@ def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"{path}: cannot be read ({error}). Check the disk and the file.")
 
 
-def damaged(path: Path, size: int, head: bytes, what: str) -> DataError:
-    """A file whose bytes are wrong; one that was no ``torch.save`` file to begin with says so."""
-    if head.startswith(b"PK\x03\x04"):
-        return DataError(
-            f"{path}: found a torch.save file of {size:,} bytes that is cut off or damaged "
-            f"({what}), expected a complete one. Copy or capture it again."
-        )
+def _damaged(path: Path, size: int, what: str) -> DataError:
+    return DataError(
+        f"{path}: found a torch.save file of {size:,} bytes that is cut off or damaged "
+        f"({what}), expected a complete one. Copy or capture it again."
+    )
+
+
+def _no_zip(path: Path, size: int) -> DataError:
+    """A file that was no ``torch.save`` file to begin with."""
     return DataError(
         f"{path}: found {size:,} bytes that are not a torch.save zip file, expected one. An older "
         "format can be converted: torch.save(torch.load(file, weights_only=True), file)."

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from eagle3.data.tokenizer_fingerprint import read_tokenizer
@@ -59,7 +59,7 @@ def save_vocab_map(path: Path | str, vocab_map: VocabMap, origin: MapOrigin | No
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, metadata=header)
+        partial.write_bytes(save(tensors, header))  # the library's own file is its owner's alone
         partial.replace(path)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):

@@ -126,10 +126,19 @@ def _check(request: AuditRequest) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')}: found {getattr(request, name)}, expected at least 1."
             )
+    if not 0 <= request.val_ratio < 1:
+        raise ConfigError(
+            f"--val-ratio: found {request.val_ratio:g}, expected a share from 0 to below 1, such "
+            "as 0.05."
+        )
     if not request.max_seq_lens or min(request.max_seq_lens) < 1:
         raise ConfigError(
             f"--max-seq-len: found {list(request.max_seq_lens)}, expected numbers of rows, such as "
             "2048,4096,8192."
+        )
+    if request.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device: found cuda, but torch can use no CUDA device here. Give --device=cpu."
         )
 
 

@@ -16,6 +16,7 @@ from eagle3.inspection.facts import Audit
 from eagle3.inspection.stated import GivenFacts
 from eagle3.inspection.table import table
 from eagle3.names import LongDocuments, TrainOn
+from eagle3.shards_commands.options import whole
 
 logger = logging.getLogger(__name__)
 _DEFAULTS = AuditRequest(Path(), Path())
@@ -23,10 +24,11 @@ _DEFAULTS = AuditRequest(Path(), Path())
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``inspect``, beside those that all commands on a directory have."""
-    whole: dict[str, Any] = {"type": int, "metavar": "N"}
+    any_number: dict[str, Any] = {"type": whole(0), "metavar": "N"}
+    number: dict[str, Any] = {"type": whole(1), "metavar": "N"}
     look = parser.add_argument_group("how closely to look")
-    _add(look, "samples", "documents whose states are read, spread evenly", **whole)
-    _add(look, "shown", "documents to print, supervised tokens marked", "--show", **whole)
+    _add(look, "samples", "documents whose states are read, spread evenly", **number)
+    _add(look, "shown", "documents to print, supervised tokens marked", "--show", **any_number)
     _add(look, "device", "where the verifier's head is applied", choices=["cpu", "cuda"])
     training = parser.add_argument_group("settings of the training it is for")
     training.add_argument("--vocab-map", type=Path, metavar="PATH", help="draft vocabulary")
@@ -38,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"rows of a pack to try ({','.join(map(str, _DEFAULTS.max_seq_lens))})",
     )
     _add(training, "long_documents", "split, truncate or drop", choices=_names(LongDocuments))
-    _add(training, "split_context_tokens", "context rows of a split", **whole)
-    _add(training, "ttt_steps", "steps of the unroll", **whole)
+    _add(training, "split_context_tokens", "context rows of a split", **any_number)
+    _add(training, "ttt_steps", "steps of the unroll", **number)
     _add(training, "train_on", "which tokens gate a loss", choices=_names(TrainOn))
     _add(training, "val_ratio", "share of prompts held out", type=float, metavar="X")
     _add(training, "tokens_per_s", "speed to state the read rate for", type=float, metavar="X")

@@ -18,6 +18,7 @@ from eagle3.data.store import Store
 from eagle3.inspection.facts import BadFile, DirectoryFacts
 from eagle3.inspection.stated import COMMAND_LINE, Sizes
 from eagle3.names import LastHidden, LayerIdConvention
+from eagle3.shards_commands.options import as_options
 
 _ANY_NUMBER = 2**62
 
@@ -85,7 +86,7 @@ def directory_facts(opened: OpenDirectory) -> DirectoryFacts:
         files=len(index.files),
         disk_bytes=sum(_size(opened.store.directory / file) for file in index.files),
         bytes_per_token=opened.bytes_per_token,
-        bad_files=tuple(BadFile(path, reason) for path, reason in index.bad),
+        bad_files=tuple(BadFile(path, as_options(reason)) for path, reason in index.bad),
     )
 
 

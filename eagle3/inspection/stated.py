@@ -7,11 +7,12 @@ In this order: the command line, a native manifest, the verifier's ``config.json
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3.data.declaration import CONFIG_NAME, Declaration
+from eagle3.data.formats import nothing_to_open
 from eagle3.data.layout import StateLayout
 from eagle3.data.native import is_native, read_layout
 from eagle3.data.safetensors_file import SafetensorsFile
@@ -25,6 +26,7 @@ from eagle3.names import LastHidden, LayerIdConvention
 COMMAND_LINE = "command line"
 _UNKNOWN_VOCAB = 2**31 - 1
 _TRIED_FILES = 10
+_LIST = "hidden_states as a list of tensors [n, H], one per layer (list(tensor.unbind(axis)))"
 
 Values = Mapping[str, int | None]
 
@@ -104,12 +106,9 @@ def find_sizes(directory: Path, given: GivenFacts, verifier: Path | None) -> Siz
                 found[name], said_by[name] = value, origin
         if {"num_aux_layers", "hidden_size", "vocab_size"} <= found.keys():
             break
-    for name in ("num_aux_layers", "hidden_size"):
-        if name not in found:
-            raise DataError(
-                f"{directory}: no file says {name}; expected data_*.pt, hs_*.safetensors or "
-                f"a manifest.json. Give --{name.replace('_', '-')}, or check the path."
-            )
+    missing = [name for name in ("num_aux_layers", "hidden_size") if name not in found]
+    if missing:
+        raise _unknown(directory, missing)
     vocab_size = found.get("vocab_size", _UNKNOWN_VOCAB)
     layout = StateLayout(found["num_aux_layers"], found["hidden_size"], vocab_size)
     return Sizes(layout, said_by)
@@ -144,29 +143,62 @@ def _data_config(path: Path) -> Values:
 
 def _first_file(directory: Path) -> Iterator[tuple[str, Values]]:
     """What the first file says that can be read; of a damaged directory nothing."""
-    names = (*list_documents(directory), *list_states(directory))
-    for name in names[:_TRIED_FILES]:
+    for name in _state_files(directory)[:_TRIED_FILES]:
         try:
-            measured = _measured(directory / name)
+            yield name, _measured(directory / name)
         except DataError:  # recorded as a bad file when it is indexed
             continue
-        if measured:
-            yield name, measured
-            return
+        return
+
+
+def _state_files(directory: Path) -> tuple[str, ...]:
+    return (*list_documents(directory), *list_states(directory))
+
+
+def _unknown(directory: Path, missing: Sequence[str]) -> DataError:
+    """Nobody says a size: why not."""
+    files = _state_files(directory)
+    if not files:
+        return nothing_to_open(directory)
+    options = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
+    tried = min(len(files), _TRIED_FILES)
+    try:
+        _measured(directory / files[0])
+        reason = "it was not there a moment ago"
+    except DataError as error:
+        reason = str(error)
+    return DataError(
+        f"{directory}: none of the first {tried} of {len(files):,} files says how large its states "
+        f"are; the first: {reason}\nIf others are as they should be, give {options}."
+    )
 
 
 def _measured(path: Path) -> Values:
-    """Sizes of the states in one file; nothing where they are laid out in no known way."""
+    """Sizes of the states in one file.
+
+    Raises:
+        DataError: it cannot be read, or they are laid out in no known way.
+    """
     if path.suffix == ".safetensors":
         with SafetensorsFile(path) as file:
             tensor = file.tensors.get("hidden_states")
         if tensor is None or len(tensor.shape) != 3:
-            return {}
+            found = ", ".join(f"{key} {list(t.shape)}" for key, t in file.tensors.items())
+            raise _not_laid_out(path, found or "no tensors", "hidden_states [n, layers, H]")
         return {"num_aux_layers": tensor.shape[1] - 1, "hidden_size": tensor.shape[2]}
     with TorchZip(path) as archive:
         content = archive.content()
-    states = content.get("hidden_states") if isinstance(content, dict) else None
+    keys = list(map(str, content)) if isinstance(content, dict) else []
+    states = content.get("hidden_states") if keys else None
+    if isinstance(states, StoredTensor):
+        raise _not_laid_out(path, f"hidden_states {list(states.shape)}, stacked", _LIST)
     if not isinstance(states, list) or not all(isinstance(s, StoredTensor) for s in states):
-        return {}
+        raise _not_laid_out(path, f"keys {', '.join(keys) or 'none'}", _LIST)
     sizes = {state.shape[-1] for state in states if state.shape}
-    return {"num_aux_layers": len(states) - 1, "hidden_size": sizes.pop()} if sizes else {}
+    if not sizes:
+        raise _not_laid_out(path, "hidden_states without tensors", _LIST)
+    return {"num_aux_layers": len(states) - 1, "hidden_size": sizes.pop()}
+
+
+def _not_laid_out(path: Path, found: str, expected: str) -> DataError:
+    return DataError(f"{path}: found {found}, expected {expected}. Is it a file of another format?")

@@ -12,6 +12,7 @@ from eagle3.data.declaration import Declaration
 from eagle3.data.disk import size
 from eagle3.data.layout import StateLayout
 from eagle3.data.native_writer import SHARD_BYTES
+from eagle3.shards_commands.options import as_options, whole
 
 logger = logging.getLogger(__name__)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kMGT]?)(i?)B?")
@@ -29,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="about the size of a shard, such as 2GB or 500MB (2GB)",
     )
     parser.add_argument(
-        "--max-samples", type=int, metavar="N", help="convert only the first N samples"
+        "--max-samples", type=whole(1), metavar="N", help="convert only the first N samples"
     )
     parser.add_argument(
         "--max-bad-samples",
-        type=int,
+        type=whole(0),
         default=0,
         metavar="N",
         help="leave out up to N unusable samples, and list them (%(default)s)",
@@ -60,10 +61,11 @@ def run(args: argparse.Namespace, layout: StateLayout, declaration: Declaration)
     print(
         f"{args.out}: {summary.num_samples:,} samples, {summary.num_tokens:,} tokens, "
         f"{size(summary.num_bytes)}, fingerprint {summary.fingerprint}; {summary.num_kept:,} "
-        f"samples were there already, {len(summary.skipped)} left out; {summary.seconds:.1f} s"
+        f"samples were there already; left out: {len(summary.skipped):,} unusable, "
+        f"{summary.too_short:,} of less than two tokens; {summary.seconds:.1f} s"
     )
     for line in summary.skipped:
-        print(f"  left out: {line}")
+        print(f"  left out: {as_options(line)}")
     return 0
 
 

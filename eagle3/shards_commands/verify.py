@@ -9,6 +9,7 @@ from pathlib import Path
 
 from eagle3.data.declaration import Declaration
 from eagle3.data.layout import StateLayout
+from eagle3.shards_commands.options import as_options, whole
 from eagle3.verify import verify
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command; the directory and its facts are added by the caller."""
     parser.add_argument(
         "--sample",
-        type=int,
+        type=whole(1),
         metavar="N",
         help="look at N samples, chosen at random; without it at everything",
     )
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace, layout: StateLayout, declaration: Declaration)
         seed=args.seed,
         num_workers=args.num_workers,
     )
-    print("\n".join(report.lines()))
+    print(as_options("\n".join(report.lines())))
     if args.json is not None:
         args.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
     return 1 if report.damages else 0

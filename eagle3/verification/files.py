@@ -15,6 +15,7 @@ from eagle3.data.scan import Part, scan
 from eagle3.data.speculators_v1 import SpeculatorsV1
 from eagle3.data.store import DocumentRecord, Store
 from eagle3.data.torch_zip import TorchZip
+from eagle3.data.zip_structure import check_structure
 from eagle3.errors import DataError
 from eagle3.verification.result import Choose, Damage, Result
 
@@ -38,6 +39,8 @@ def check_files(store: Store, choose: Choose, num_workers: int, progress: BytePr
     damages = [damage for result in results for damage in result.damages]
     damages += _other_dtypes(store, files, results)
     checks, unchecked = ["structure", "token ids", "finite states"], []
+    if isinstance(store, SpeculatorsV1):
+        checks[0] = "structure (all of the zip that a reader uses; not dates, versions, padding)"
     without = sum(not result.has_checksums for result in results)
     if without < len(results):
         checks.append("CRC-32 of every record")
@@ -109,6 +112,7 @@ def _records(
     """Names and places of the records of a ``torch.save`` file, in the order of the file."""
     names, parts = [], []
     with TorchZip(path) as archive:
+        check_structure(archive)
         for entry in sorted(archive.entries.values(), key=lambda entry: entry.header):
             start = archive.start(entry)
             own = tuple(

@@ -120,7 +120,7 @@ def _check(shard: _Shard, progress: ByteProgress) -> list[Damage]:
     stated = manifest.shards[shard.number].blake2b
     if shard.is_whole and not damages and hashed.hexdigest() != stated:
         what = (
-            f"the file has the blake2b {hashed.hexdigest()[:16]}..., expected {stated[:16]}... as "
+            f"the file has the blake2b {hashed.hexdigest()}, expected {stated} as "
             f"in the manifest, though no sample of it is known to be damaged. {_MEND}"
         )
         damages.append(Damage(path, what))

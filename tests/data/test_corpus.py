@@ -113,7 +113,7 @@ def test_one_corpus_has_one_kind_of_states(
     wrong = write(tmp_path / "wrong", [document(9, 50)])
     declared = Declaration((2, 15, 27), LayerIdConvention.entering, LastHidden.pre_norm)
     single = write(tmp_path / "single", [document(9, 51, dtype=torch.float32)])
-    with pytest.raises(DataError, match=r"single: found states in torch.float32.*bfloat16"):
+    with pytest.raises(DataError, match=r"single: .* torch.float32.*bfloat16.*keeps dtypes"):
         build(chat, single, declaration=declared).setup()
     with pytest.raises(DataError, match=r"wrong: neither data_config.json nor the config"):
         build(chat, wrong, declaration=Declaration()).setup()

@@ -12,9 +12,12 @@ from eagle3.data.formats import open_store
 from eagle3.data.index import index_records
 from eagle3.data.layout import LayoutError, StateLayout
 from eagle3.data.reading import StateReader
+from eagle3.data.safetensors_file import SafetensorsFile
 from eagle3.data.sample import Sample
+from eagle3.data.speculators import list_states
 from eagle3.data.speculators_v1 import SpeculatorsV1, list_documents
 from eagle3.data.store import DocumentRecord
+from eagle3.data.torch_zip import TorchZip
 from eagle3.errors import DataError
 
 Make = Callable[..., dict[str, Any]]
@@ -71,7 +74,6 @@ def test_documents_come_in_numeric_order_and_other_names_are_left_alone(
     for name in ("token_freq.pt", "data_1.pt.tmp", ".data_3.pt.tmp", "data_x.pt", "xdata_4.pt"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "data_config.json").write_text("{}")
-    (tmp_path / "data_5.pt").mkdir()
     store = open_store(tmp_path, layout)
     assert isinstance(store, SpeculatorsV1)
     assert store.files == ("data_0.pt", "data_2.pt", "data_10.pt")
@@ -289,6 +291,33 @@ def test_file_of_another_kind(tmp_path: Path, layout: StateLayout, content: byte
     (tmp_path / "data_0.pt").write_bytes(content)
     with pytest.raises(DataError, match=r"data_0\.pt: found .* bytes that are not a torch\.save"):
         Stored(tmp_path, layout).probe()
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(Path.mkdir, "a directory, no file"), (make_pipe, "a named pipe or a device, no file")],
+    ids=["directory", "pipe"],
+)
+@pytest.mark.parametrize("name", ["data_1.pt", "hs_1.safetensors"])
+def test_what_is_no_file_is_a_bad_sample(
+    tmp_path: Path, layout: StateLayout, make: Callable[[Path], None], expected: str, name: str
+) -> None:
+    """It is neither passed over nor waited for."""
+    make(tmp_path / name)
+    reader = TorchZip if name.endswith(".pt") else SafetensorsFile
+    with pytest.raises(DataError, match=rf"{name}: cannot be read \({expected}\)"):
+        reader(tmp_path / name)
+    assert list_documents(tmp_path) + list_states(tmp_path) == (name,)
+
+
+def test_native_directory_without_its_manifest(tmp_path: Path, layout: StateLayout) -> None:
+    (tmp_path / "shard-00000.safetensors").touch()
+    with pytest.raises(DataError, match=r"native directory without manifest\.json.*Copy it again"):
+        open_store(tmp_path, layout)
 
 
 def test_file_that_went_away_after_it_was_listed(

@@ -75,6 +75,6 @@ def test_other_data_and_other_plans_are_refused_unless_accepted(shards: Path, bu
     with pytest.raises(DataError, match=r"fingerprint before, found after.*on_change=accept"):
         position.check("after", DataChange.refuse)
     position.check("after", DataChange.accept)
-    with pytest.raises(DataError, match=r"plan of epoch 0 changed.*max_seq_len"):
+    with pytest.raises(DataError, match=r"plan of epoch 0 changed.*max_seq_len.*loss masks"):
         position.first_step(0, other.epoch_plan(0), DataChange.refuse)
     assert position.first_step(0, other.epoch_plan(0), DataChange.accept) == 2

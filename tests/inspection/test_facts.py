@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from eagle3.data.formats import open_store
 from eagle3.data.index import DocumentIndex, index_records
@@ -234,8 +235,49 @@ def test_the_first_readable_file_is_measured(tmp_path: Path) -> None:
 def test_directories_that_say_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="found no such directory"):
         find_sizes(tmp_path / "missing", GivenFacts(), None)
-    with pytest.raises(DataError, match="--num-aux-layers"):
+    with pytest.raises(DataError, match=r"found an empty directory, expected manifest\.json"):
         find_sizes(tmp_path, GivenFacts(), None)
+
+
+def misplaced(directory: Path, kind: str) -> None:
+    """Files that say nothing about sizes."""
+    native = directory / "shard-00000.safetensors"
+    if kind == "unfinished":
+        (directory / ".writing").mkdir()
+        native.touch()
+    elif kind == "no manifest":
+        native.touch()
+    elif kind == "prepared":
+        (directory / "hidden_states").mkdir()
+        (directory / "hidden_states" / "hs_0.safetensors").touch()
+    elif kind == "cut":
+        (directory / "data_3.pt").write_bytes(b"PK\x03\x04")
+    elif kind == "stacked":
+        torch.save({"hidden_states": torch.ones(4, 3, 2)}, directory / "data_0.pt")
+    elif kind == "other keys":
+        torch.save({"hidden_state": torch.ones(3), "target": 1}, directory / "data_0.pt")
+    else:
+        save_file({"hidden_states": torch.ones(3, 4)}, directory / "hs_0.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("unfinished", r"still being written, or whose writing was interrupted"),
+        ("no manifest", r"native directory without manifest\.json"),
+        ("prepared", r"found the prepared data of speculators.*hidden_states\.$"),
+        ("cut", r"none of the first 1 of 1 files.*data_3\.pt: found a torch\.save file of 4 bytes"),
+        ("stacked", r"data_0\.pt: found hidden_states \[4, 3, 2\], stacked, .*tensor\.unbind"),
+        ("other keys", r"data_0\.pt: found keys hidden_state, target, expected hidden_states as a"),
+        ("flat", r"hs_0\.safetensors: found hidden_states \[3, 4\], expected .*\[n, layers, H\]"),
+    ],
+)
+def test_why_nothing_says_the_sizes_is_told(tmp_path: Path, kind: str, expected: str) -> None:
+    misplaced(tmp_path, kind)
+    with pytest.raises(DataError, match=expected) as caught:
+        find_sizes(tmp_path, GivenFacts(), None)
+    if "none of the first" in str(caught.value):
+        assert str(caught.value).endswith("give --num-aux-layers and --hidden-size.")
 
 
 def test_unknown_vocabulary_is_said(look: Look) -> None:
