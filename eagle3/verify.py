@@ -4,7 +4,8 @@ What can be known depends on the format:
 
 ===============  ================================================================================
 native           manifest, index and shards by blake2b, every sample by CRC-32
-speculators v1   every record of every file by the CRC-32 that ``torch.save`` wrote
+speculators v1   every record of every file by the CRC-32 that ``torch.save`` wrote, and the zip
+                 around the records by what it says twice (:mod:`eagle3.data.zip_structure`)
 speculators 0.9  nothing but the structure, since the format has no checksums
 ===============  ================================================================================
 
