@@ -1,14 +1,16 @@
 """One training step with its techniques off, each one alone, and all.
 
-    python benchmarks/step.py [--quick] [--check] [--out FILE] [--device cpu|cuda] [--rounds N]
+    python benchmarks/step.py [--quick] [--check] [--out FILE] [--figure PNG] [--rounds N]
+                              [--device cpu|cuda]
 
 Forward and backward of one pack: hidden 512, 8 heads of 64, 8,192 draft tokens, 2,048 rows in 6
 documents of which the first half is prompt, 3 and 7 TTT steps. All ways compute the same loss and
 gradients; the first column is what ``compute=reference`` changes to. In turns, in one process;
 medians of CPU seconds, and the peak of memory over the inputs.
 
-With ``--device cuda`` the sizes are those of a drafter for Kimi-K2.5 under bfloat16 autocast, the
-time is that of the device, and the thresholds, which were set on a CPU, are not checked.
+With ``--device cuda`` the sizes are those of a drafter for Kimi-K2.5 under bfloat16 autocast, and
+the time is that of the device. There, and with ``--quick`` (half the rows, where the quadratic mask
+of the reference weighs less), only the loss is held against its threshold.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from matplotlib.figure import Figure
 from step_case import Measurement, StepSizes, build_case, measure
 
 from eagle3 import __version__
@@ -52,6 +55,7 @@ AT_MOST = {
     "S7_all_memory": 0.28,
     "loss_difference": 1e-5,
 }
+"""Times and memory: shares of the reference."""
 SIZES = StepSizes()
 QUICK = replace(SIZES, rows=1024)
 QUICK_WAYS = ("reference", "all")
@@ -81,6 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="half the rows, all or nothing")
     parser.add_argument("--check", action="store_true", help="exit 1 outside the thresholds")
     parser.add_argument("--out", type=Path, help="file for the table and the ratios")
+    parser.add_argument("--figure", type=Path, help="PNG file for the table as bars")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, help="default 3 (quick: 1)")
     return parser.parse_args()
@@ -101,6 +106,8 @@ def main() -> int:
     lines = [head(sizes, args.device)]
     for ttt_steps, ways in costs.items():
         lines += table(ttt_steps, ways)
+    if args.figure:
+        draw(costs, lines[0], args.figure)
     return finish(lines, ratios(costs), args)
 
 
@@ -137,8 +144,7 @@ class Bench:
         }
 
     def step(self, name: str) -> None:
-        """Forward and backward, gradients left in place."""
-        self.drafter.zero_grad(set_to_none=True)
+        """Forward and backward; gradients are a part of its peak, and gone before the next one."""
         mixed = torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else nullcontext()
         with mixed:
             result = run_pack(
@@ -153,6 +159,7 @@ class Bench:
             )
         result.loss.backward()
         self.losses[name] = float(result.loss.detach())
+        self.drafter.zero_grad(set_to_none=True)
 
 
 def measure_cuda(run: Callable[[], None], repeats: int) -> Measurement:
@@ -205,13 +212,35 @@ def table(ttt_steps: int, ways: dict[str, Cost]) -> list[str]:
     return lines
 
 
+def draw(costs: dict[int, dict[str, Cost]], title: str, path: Path) -> None:
+    """Share of the reference's time and memory, a panel for each number of TTT steps."""
+    figure = Figure(figsize=(10, 0.45 * len(WAYS) + 1.6), layout="constrained")
+    panels = figure.subplots(1, len(costs), sharey=True)
+    for panel, (ttt_steps, ways) in zip(panels, costs.items(), strict=True):
+        plain, places = ways["reference"], range(len(ways))
+        times = [cost.seconds / plain.seconds for cost in ways.values()]
+        memories = [cost.peak_bytes / plain.peak_bytes for cost in ways.values()]
+        for offset, label, values in ((-0.2, "time", times), (0.2, "memory", memories)):
+            bars = panel.barh([place + offset for place in places], values, 0.38, label=label)
+            panel.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        panel.set_yticks(places, list(ways))
+        panel.set_title(f"{ttt_steps} TTT steps", fontsize=10)
+        panel.set_xlabel("share of the reference")
+        panel.set_xlim(0, 1.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].invert_yaxis()
+    panels[-1].legend(loc="lower right", frameon=False)
+    figure.suptitle("\n".join(title.split("; ")), fontsize=9)
+    figure.savefig(path, dpi=130)
+
+
 def finish(lines: list[str], found: dict[str, float], args: argparse.Namespace) -> int:
     """Print the table, the verdict, and the ratios as JSON."""
-    checked = {} if args.device == "cuda" else AT_MOST
+    partly = args.quick or args.device == "cuda"
+    checked = {name: AT_MOST[name] for name in (("loss_difference",) if partly else AT_MOST)}
     missed = [name for name, most in checked.items() if found[name] > most]
     bounds = ", ".join(f"{name} <= {most}" for name, most in checked.items())
-    if checked:
-        lines.append(f"thresholds: {bounds}: missed {', '.join(missed) or 'none'}")
+    lines.append(f"thresholds: {bounds}: missed {', '.join(missed) or 'none'}")
     lines.append(json.dumps({name: float(f"{ratio:.3g}") for name, ratio in found.items()}))
     print("\n".join(lines))
     if args.out:

@@ -98,7 +98,7 @@ def run_pack(
         weights: :func:`step_weights` of the window; None: no loss, for validation.
         with_overlap: also the acceptance rate of sampled drafts.
     """
-    rows = read_rows(batch, ttt_steps) if compute.rows is ComputedRows.read else None
+    rows = read_rows(batch, ttt_steps) if compute.rows == ComputedRows.read else None
     hidden = list(unroll(drafter, batch, aux_hidden, ttt_steps, compute, rows))
     judged = [step_rows(batch, step) for step in range(ttt_steps)]
     chain = chain_loss(
@@ -130,7 +130,7 @@ def _chain_steps(
     """Places of the judged rows among the computed rows, and of their targets among the gated."""
     device = batch.input_ids.device
     everything = torch.arange(len(batch), device=device)
-    gated = everything if compute.rows is ComputedRows.all else batch.loss_mask.nonzero()[:, 0]
+    gated = everything if compute.rows == ComputedRows.all else batch.loss_mask.nonzero()[:, 0]
     column, place = torch.empty_like(everything), torch.empty_like(everything)
     computed = everything if rows is None else rows
     column[computed] = torch.arange(len(computed), device=device)

@@ -144,7 +144,7 @@ class DecoderLayer(nn.Module):
     ) -> Computed:
         """Output projection, residual, MLP, residual: the layer's output before the final norm."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
-        if recompute is Recompute.mlp and torch.is_grad_enabled():
+        if recompute == Recompute.mlp and torch.is_grad_enabled():
             block = checkpoint(
                 self._mlp_block, hidden, use_reentrant=False, preserve_rng_state=False
             )

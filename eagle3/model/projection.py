@@ -150,6 +150,8 @@ class _Once:
         self._hidden_halves = [hidden_half for _, hidden_half in halves]
         reached = rows.reached()
         self._query_place = rows.places(reached)
+        # Cast once: autocast would keep a copy for each of the three products.
+        embeds = embeds.to(halves[0][0].dtype)
         asked = (embeds.index_select(0, reached), embeds, embeds)
         self._embedded = [F.linear(x, half) for x, (half, _) in zip(asked, halves, strict=True)]
 

@@ -65,16 +65,23 @@ def row_statistics(
         best[part] = block.draft_best
         if overlap is not None:
             overlap[part] = block.overlap
-        gradient = None
-        for name, weight in terms:
-            term_loss, term_gradient = TERMS[name](block)
-            loss[part].add_(term_loss, alpha=weight)
-            if weights is not None:
-                scaled = term_gradient().mul_(weight)
-                gradient = scaled if gradient is None else gradient.add_(scaled)
+        gradient = _mixed(block, terms, loss[part], weights is not None)
         if weights is not None and gradient is not None:
             draft_logits[part] = gradient.mul_(weights[part, None])
+        del block, gradient  # before the next block is made
     return RowStatistics(loss, best, overlap)
+
+
+def _mixed(block: _Block, terms: Mix, loss: Tensor, with_gradient: bool) -> Tensor | None:
+    """Add the weighted terms to ``loss``; the gradient of their sum [block, V]."""
+    gradient = None
+    for name, weight in terms:
+        term_loss, term_gradient = TERMS[name](block)
+        loss.add_(term_loss, alpha=weight)
+        if with_gradient:
+            scaled = term_gradient().mul_(weight)
+            gradient = scaled if gradient is None else gradient.add_(scaled)
+    return gradient
 
 
 class _Block:
