@@ -168,13 +168,16 @@ class AcceptanceMetrics(Metric):
     def compute(self) -> dict[str, float]:
         """Names as they stand on the dashboard, without the ``val/`` prefix.
 
-        Without a judged row nothing but a NaN acceptance is known.
+        Without a judged row nothing but a NaN acceptance is known; it is NaN also where no answer
+        has two supervised tokens in a row, since then no round is walked.
         """
         if self.chains[0] == 0:
             return {"acceptance_replay": math.nan}
         prefix = _ratio(self.accepted, self.chains)
         out = {
-            "acceptance_replay": float(_ratio(self.emitted, self.rounds)),
+            "acceptance_replay": (
+                float(self.emitted / self.rounds) if self.rounds > 0 else math.nan
+            ),
             "acceptance_pooled": 1.0 + float(prefix.sum()),
             "accuracy": float(_ratio(self.top1, self.chains[:1])),
             "coverage": float(_ratio(self.covered, self.rows[:1])),

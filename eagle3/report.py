@@ -120,7 +120,10 @@ def verdict(summary: Mapping[str, Any]) -> list[str]:
 def _quality(summary: Mapping[str, Any]) -> str:
     length = summary["best/acceptance_replay"]
     if length is None:
-        return "quality:  not measured, no validation ran"
+        return (
+            "quality:  not measured: no validation ran, or no answer in it has two supervised "
+            "tokens in a row"
+        )
     drafts = summary["draft_steps"]
     return (
         f"quality:  {length:.2f} tokens per verifier pass with {drafts} draft tokens a round "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -252,3 +253,11 @@ def test_sources_of_ranks_add_up() -> None:
         together.update(batch, results)
     ranks[0].by_source += ranks[1].by_source
     assert torch.equal(ranks[0].by_source, together.by_source)
+
+
+def test_no_round_is_no_acceptance_length() -> None:
+    """One supervised token an answer: it comes from the prefill, and nothing is drafted after."""
+    batch = pack([make_document(6, 1, mask=[0, 0, 1, 0, 0, 1])])
+    values = compute(batch, judged(batch, [[1] * len(batch)] * 2))
+    assert math.isnan(values["acceptance_replay"])
+    assert values["accuracy"] == 1.0

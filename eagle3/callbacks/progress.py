@@ -6,6 +6,7 @@ is written at the first steps and then about every ten seconds, so a log stays s
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -131,8 +132,8 @@ def validation_line(throughput: Throughput, values: Mapping[str, float]) -> str:
         ("val/accuracy", "acc {}"),
         ("val/loss", "loss {:.3g}"),
     ):
-        if name in values:
-            value = values[name]
+        value = values.get(name, math.nan)
+        if math.isfinite(value):
             shown.append(text.format(share(value) if name == "val/accuracy" else value))
     return " ".join(shown)
 
