@@ -65,6 +65,8 @@ PEER_PACKAGES = ("speculators==0.9.0", "transformers==5.19.0")
 SHARED_PACKAGES = ("torch", "numpy", "safetensors")
 SEED, THREADS, PACK_TTT_STEPS = 0, 2, 3
 SIDES = ("peer", "reference", "fast")
+SAID: list[str] = []
+"""All lines so far, for ``--out``."""
 
 AT_LEAST = {
     "time_s3": 2.5,
@@ -272,7 +274,7 @@ def peer_sizes(model: ModelConfig) -> dict[str, Any]:
 
 def compare_steps(runner: Runner, scale: Scale) -> dict[str, float]:
     """Prints one line per side and number of TTT steps."""
-    print(f"\n{'TTT':>4} {'':<10} {'CPU s':>8} {'peak MB':>8} {'loss':>11} "
+    say(f"\n{'TTT':>4} {'':<10} {'CPU s':>8} {'peak MB':>8} {'loss':>11} "
           f"{'peer time / its':>16} {'peer memory / its':>18}")  # fmt: skip
     runner.write(scale.sizes.pieces)
     ratios, differences = {}, []
@@ -288,7 +290,7 @@ def compare_steps(runner: Runner, scale: Scale) -> dict[str, float]:
             differences.append(difference)
             cpu_s = median(turn[side].cpu_s for turn in rounds)
             peak = median(turn[side].peak_bytes for turn in rounds) / 1e6
-            print(f"{ttt_steps:>4} {side:<10} {cpu_s:>8.2f} {peak:>8.0f} "
+            say(f"{ttt_steps:>4} {side:<10} {cpu_s:>8.2f} {peak:>8.0f} "
                   f"{rounds[0][side].loss:>11.6f} {time:>16.2f} {memory:>18.2f}")  # fmt: skip
             if side == "reference":
                 ratios[f"reference_over_peer_s{ttt_steps}"] = 1 / time
@@ -299,7 +301,7 @@ def compare_steps(runner: Runner, scale: Scale) -> dict[str, float]:
 
 def compare_useful_tokens(runner: Runner, scale: Scale) -> dict[str, float]:
     """Prints one line per side and set of documents."""
-    print(f"\n{'documents':<10} {'':<6} {'packs':>7} {'fill':>7} {'supervised a pack':>18} "
+    say(f"\n{'documents':<10} {'':<6} {'packs':>7} {'fill':>7} {'supervised a pack':>18} "
           f"{'CPU s a pack':>13} {'useful tokens / CPU s':>22}")  # fmt: skip
     ratios = {}
     for name in scale.documents:
@@ -319,7 +321,7 @@ def compare_useful_tokens(runner: Runner, scale: Scale) -> dict[str, float]:
             cpu_s = sum(cost.cpu_s for cost in costs[side])
             rates[side] = sum(map(supervised, chosen[side])) / cpu_s
             laid = sum(piece.rows for pack in packs for piece in pack)
-            print(f"{name:<10} {side:<6} {len(packs):>7,} "
+            say(f"{name:<10} {side:<6} {len(packs):>7,} "
                   f"{laid / (len(packs) * scale.sizes.rows):>7.1%} "
                   f"{sum(map(supervised, packs)) / len(packs):>18,.0f} "
                   f"{cpu_s / scale.packs:>13.2f} {rates[side]:>22,.0f}")  # fmt: skip
@@ -341,9 +343,15 @@ def print_machine(scale: Scale, *, quick: bool) -> None:
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
     processor = names[0].split(":", 1)[1].strip() if names else platform.machine()
-    print(f"eagle3 {__version__}, {', '.join(PEER_PACKAGES)} (the peer's), torch "
+    say(f"eagle3 {__version__}, {', '.join(PEER_PACKAGES)} (the peer's), torch "
           f"{torch.__version__} (both), {processor}, {os.cpu_count()} cores, {THREADS} threads, "
           f"float32{', quick' if quick else ''}\n{scale.sizes}")  # fmt: skip
+
+
+def say(text: str) -> None:
+    """Print a line, and keep it."""
+    print(text, flush=True)
+    SAID.append(text)
 
 
 def finish(ratios: dict[str, float], args: argparse.Namespace) -> int:
@@ -354,11 +362,11 @@ def finish(ratios: dict[str, float], args: argparse.Namespace) -> int:
     missed += [f"{k} = {ratios[k]:.4g}, at most {most:.3g}" for k, most in AT_MOST.items()
                if k in held and ratios[k] > most]  # fmt: skip
     for miss in missed:
-        print(f"outside the threshold: {miss}")
+        say(f"outside the threshold: {miss}")
     line = json.dumps({key: float(f"{value:.4g}") for key, value in ratios.items()})
+    say(line)
     if args.out is not None:
-        args.out.write_text(line + "\n")
-    print(line)
+        args.out.write_text("\n".join(SAID) + "\n")
     return int(args.check and bool(missed))
 
 
