@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from eagle3.config import Config, OptimConfig
+from eagle3.config import RESUME_AUTO, Config, OptimConfig
 from eagle3.errors import ConfigError
-from eagle3.names import Arrival, CaptureSource, Compile, OptimizerName
+from eagle3.names import STOP_METRICS, Arrival, CaptureSource, Compile, OptimizerName
 from eagle3.ops.distillation import LOSSES
 
 _HOW_TO_SET = {
@@ -55,8 +55,8 @@ def check_paths(config: Config) -> None:
         for part in config.data.mixture
         if not Path(part.path).exists()
     ]
-    if config.resume is not None and not Path(config.resume).is_file():
-        missing.append(f"resume={config.resume} is not a file: give a checkpoint of a run")
+    if config.resume not in (None, RESUME_AUTO) and not Path(config.resume).is_file():
+        missing.append(f"resume={config.resume} is not a file: give a checkpoint of a run, or auto")
     if missing:
         raise ConfigError("\n       ".join(missing))
 
@@ -191,6 +191,7 @@ def _ranges(config: Config) -> Iterator[str]:
         ("val.draft_steps", val.draft_steps, ">= 1", val.draft_steps >= 1),
         ("val.max_seq_len", val.max_seq_len, ">= 2", val.max_seq_len >= 2),
         ("val.every_steps", val.every_steps, ">= 1 or null", _at_least_one(val.every_steps)),
+        ("val.patience", val.patience, ">= 1", val.patience >= 1),
     ):
         if not fits:
             yield f"{key}={value}: expected a value {allowed}"
@@ -242,11 +243,15 @@ def _model(config: Config) -> Iterator[str]:
             f"model.draft_vocab_size={model.draft_vocab_size} is larger than "
             f"model.vocab_size={model.vocab_size}: give at most the verifier's vocabulary"
         )
-    if model.sliding_window is not None and model.sliding_window <= config.ttt_steps:
-        yield (
-            f"model.sliding_window={model.sliding_window}: expected more than "
-            f"ttt_steps={config.ttt_steps}, or a chain loses sight of its own start"
-        )
+    for key, steps in (
+        ("ttt_steps", config.ttt_steps),
+        ("val.draft_steps", config.val.draft_steps),
+    ):
+        if model.sliding_window is not None and model.sliding_window <= steps:
+            yield (
+                f"model.sliding_window={model.sliding_window}: expected more than {key}={steps}, "
+                "or a chain loses sight of its own start"
+            )
 
 
 def _loss(config: Config) -> Iterator[str]:
@@ -314,10 +319,21 @@ def _trainer(config: Config) -> Iterator[str]:
     if not _at_least_one(trainer.checkpoint_every_steps):
         every = trainer.checkpoint_every_steps
         yield f"trainer.checkpoint_every_steps={every}: expected a value >= 1 or null"
+    minutes = trainer.checkpoint_every_minutes
+    if minutes is not None and not minutes > 0:
+        yield f"trainer.checkpoint_every_minutes={minutes}: expected minutes > 0 or null"
+    if trainer.keep_last < 1:
+        yield f"trainer.keep_last={trainer.keep_last}: expected a value >= 1"
     if trainer.log_every_steps < 1:
         yield f"trainer.log_every_steps={trainer.log_every_steps}: expected a value >= 1"
     if not trainer.all_reduce_timeout_s > 0:
         yield f"trainer.all_reduce_timeout_s={trainer.all_reduce_timeout_s}: expected seconds > 0"
+
+
+def _early_stop(config: Config) -> Iterator[str]:
+    metric = config.val.early_stop
+    if metric is not None and metric not in STOP_METRICS:
+        yield f"val.early_stop={metric}: expected null or one of {', '.join(STOP_METRICS)}"
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
@@ -333,4 +349,5 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _compile,
     _aux_layers,
     _trainer,
+    _early_stop,
 )

@@ -17,6 +17,7 @@ from eagle3.names import (
     AttentionImpl,
     BodyInit,
     CaptureSource,
+    CardName,
     Compile,
     ComputedRows,
     DataChange,
@@ -34,9 +35,13 @@ from eagle3.names import (
     Recompute,
     RopeType,
     Schedule,
+    Switch,
     TrainOn,
     WandbMode,
 )
+
+RESUME_AUTO = "auto"
+"""Value of ``resume`` that finds the checkpoint by itself."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How a step is computed. Every choice gives the same numbers, up to rounding."""
+    """How a step is computed. Every choice gives the same loss and gradients, up to rounding."""
 
     rows: ComputedRows = ComputedRows.read
     embedding_half: EmbeddingHalf = EmbeddingHalf.once
@@ -220,7 +225,11 @@ class TrainerConfig:
     """Stop after so many optimizer steps; null: ``epochs`` decide."""
     log_every_steps: int = 10
     checkpoint_every_steps: int | None = None
-    """Also save a checkpoint every so many optimizer steps; null: at epoch ends and the best."""
+    """Also save a checkpoint every so many optimizer steps; null: at epoch ends and by time."""
+    checkpoint_every_minutes: float | None = 20.0
+    """Also save a checkpoint when the last is so old; null: at epoch ends and by steps."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept beside the best."""
     all_reduce_timeout_s: float = 60.0
     """Limit of the first all-reduce; past it the message names the usual remedies."""
 
@@ -237,6 +246,10 @@ class ValConfig:
     """Also validate every so many optimizer steps; null: at epoch ends only."""
     full_verifier_head: bool = False
     """Find uncovered rows with the verifier's whole head; false: by the data's next token."""
+    early_stop: str | None = None
+    """Metric, such as val/acceptance_replay, that ends training where it stays; null: none."""
+    patience: int = 3
+    """Validations in a row without a new best of ``early_stop`` that end training."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +291,14 @@ class Config:
     """Rows of one optimizer step over all ranks, reached by accumulation; null: one pack a rank."""
     seed: int = 0
     resume: str | None = None
-    """Checkpoint to continue from, with the settings of its run; null: begin anew."""
+    """Checkpoint to continue from, with the settings of its run; null: begin anew; auto: the newest
+    of the latest run of this job that did not finish."""
+    preflight: Switch = Switch.on
+    """Whether training begins with the cheap checks of ``python -m eagle3.preflight``."""
+    preflight_json: str | None = None
+    """File that ``eagle3.preflight`` writes its findings to; null: none."""
+    card: CardName | None = None
+    """Card that memory and time are planned for; null: the one that is here."""
     paths: PathsConfig = field(default_factory=PathsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -16,13 +16,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    TorchElasticEnvironment,
+)
 
 from eagle3.checks import device_count
 from eagle3.compose import Job
 from eagle3.config import Config, TrainerConfig
-from eagle3.errors import ConfigError
+from eagle3.errors import ConfigError, TrainingError
 from eagle3.names import Accelerator
-from eagle3.provenance import Run, start_run
+from eagle3.provenance import Run
+from eagle3.resume import begin
 
 _REMEDIES = """\
 Usual causes and remedies:
@@ -30,6 +36,8 @@ Usual causes and remedies:
   - a wrong network interface: export GLOO_SOCKET_IFNAME=eth0 (for NCCL: NCCL_SOCKET_IFNAME)
   - a rank did not start, or died before this point: read the messages of the other ranks
   - a slow machine: trainer.all_reduce_timeout_s=300"""
+_LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited")
+"""What gloo and NCCL say when the process at the other end is gone."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,16 @@ def placement(config: Config) -> dict[str, Any]:
     }
 
 
+def cluster_environment() -> ClusterEnvironment:
+    """For Lightning: ranks are told by :func:`ranks_from_environment`, also under Slurm.
+
+    Lightning itself would take a job's ``SLURM_*`` variables for those of a rank.
+    """
+    if ranks_from_environment() is None:
+        return LightningEnvironment()
+    return TorchElasticEnvironment()  # torchrun's variables, whoever sets them
+
+
 @contextmanager
 def process_group(config: Config) -> Iterator[Ranks]:
     """Join the other ranks, if there are any, and leave them when all went well.
@@ -109,6 +127,7 @@ def process_group(config: Config) -> Iterator[Ranks]:
 
     Raises:
         ConfigError: the number of processes is not what ``trainer.devices`` asks for.
+        TrainingError: another rank went away in the middle of the work.
     """
     ranks = ranks_from_environment() or Ranks()
     wanted = device_count(config.trainer.devices)
@@ -127,9 +146,36 @@ def process_group(config: Config) -> Iterator[Ranks]:
         torch.cuda.set_device(
             devices[ranks.local_rank] if isinstance(devices, list) else ranks.local_rank
         )
-    init_process_group(accelerator, config.trainer.all_reduce_timeout_s)
-    yield ranks
+    sys.unraisablehook = _unless_lost_peer
+    try:
+        init_process_group(accelerator, config.trainer.all_reduce_timeout_s)
+        yield ranks
+    except SystemExit:  # all ranks have agreed to stop
+        dist.destroy_process_group()
+        raise
+    except RuntimeError as error:
+        if not lost_peer(error):
+            raise
+        raise TrainingError(
+            "another rank ended while this one needed it, so this one ends too. Look for the "
+            "message about that rank: it tells why."
+        ) from error
     dist.destroy_process_group()
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether ``error`` says only that another rank is gone; the fault is not here then."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in _LOST_PEER)
+
+
+def _unless_lost_peer(unraisable: sys.UnraisableHookArgs) -> None:
+    """Python's report of errors where none can be raised, but for ranks that are gone.
+
+    Lightning answers a signal with a broadcast, wherever this process happens to be.
+    """
+    if unraisable.exc_value is None or not lost_peer(unraisable.exc_value):
+        sys.__unraisablehook__(unraisable)
 
 
 def init_process_group(accelerator: str, timeout_s: float) -> None:
@@ -162,8 +208,8 @@ def _give_up(timeout_s: float) -> None:
 
 
 def shared_run(config: Config, job: Job, ranks: Ranks) -> Run:
-    """The run folder, made by rank 0 and told to the others."""
-    run = start_run(config, job) if ranks.rank == 0 else None
+    """The run folder, made or found by rank 0 and told to the others."""
+    run = begin(config, job) if ranks.rank == 0 else None
     if ranks.world_size > 1:
         told = [run]
         dist.broadcast_object_list(told)

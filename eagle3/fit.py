@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import time
 import warnings
 from typing import Any
@@ -14,45 +15,69 @@ from lightning.pytorch.callbacks import Callback
 
 from eagle3.callbacks import (
     AtomicCheckpointIO,
+    CheckpointPolicy,
+    EarlyStop,
     Progress,
     Throughput,
     ValidationSchedule,
-    checkpoint_callbacks,
 )
+from eagle3.callbacks.stop_signals import StopSignals
 from eagle3.callbacks.tables import Tables
 from eagle3.checks import accumulate
-from eagle3.config import Config
+from eagle3.config import RESUME_AUTO, Config
 from eagle3.decoding import decoder
-from eagle3.distributed import Ranks, placement, ranks_from_environment
+from eagle3.distributed import (
+    Ranks,
+    cluster_environment,
+    lost_peer,
+    placement,
+    ranks_from_environment,
+)
 from eagle3.inputs import Inputs, load_inputs
 from eagle3.log_lines import show_log_lines
 from eagle3.loggers import Loggers, start_loggers
 from eagle3.module import DrafterModule
 from eagle3.names import Precision
 from eagle3.optim import LrSchedule
-from eagle3.outcome import INTERRUPTED, Ended, report_outcome
+from eagle3.preflighting.command import check_startup
+from eagle3.outcome import Ended, report_outcome
 from eagle3.provenance import Run
+from eagle3.resume import only_process_in
+from eagle3.run_folder import EARLY_STOP, FINISHED, INTERRUPTED, MAX_STEPS, checkpoints
+from eagle3.slurm import requeue
 
 
 def fit(config: Config, run: Run) -> float:
     """Train as one rank of ``run``; returns the best ``val/acceptance_replay``.
 
     The W&B run is finished with the right exit code also when something raises.
+
+    Raises:
+        SystemExit: with EX_TEMPFAIL (75), when a signal stopped the run, which is saved then.
     """
     quiet_lightning()
     if run.is_main:
         show_log_lines()
-    loggers = start_loggers(config, run)
-    try:
-        result = _fit(config, run, loggers)
-    except BaseException:
-        loggers.finish(exit_code=1)
-        raise
-    loggers.finish(exit_code=0)
+    signals = StopSignals()
+    with only_process_in(run):
+        loggers = start_loggers(config, run)
+        try:
+            result = _fit(config, run, loggers, signals)
+        except SystemExit:
+            loggers.finish(exit_code=os.EX_TEMPFAIL)
+            if run.is_main and config.resume == RESUME_AUTO:
+                requeue(os.environ)
+            raise
+        except BaseException:
+            loggers.finish(exit_code=1)
+            raise
+        finally:
+            signals.restore()
+        loggers.finish(exit_code=0)
     return result
 
 
-def _fit(config: Config, run: Run, loggers: Loggers) -> float:
+def _fit(config: Config, run: Run, loggers: Loggers, signals: StopSignals) -> float:
     say = print if run.is_main else _say_nothing
     ranks = ranks_from_environment() or Ranks()
     lightning.seed_everything(config.seed, verbose=False)
@@ -63,60 +88,77 @@ def _fit(config: Config, run: Run, loggers: Loggers) -> float:
     schedule = LrSchedule.from_config(config.optim, config.lr, inputs.total_steps)
     for line in plan_lines(config, inputs, schedule, ranks):
         say(line)
+    check_startup(config, inputs, run.directory, say)
     module = DrafterModule(
         config,
         inputs.drafter,
         inputs.head,
         schedule,
-        _provenance(config, inputs),
+        _provenance(config, run, inputs),
         tokens_lost=inputs.data.tokens_lost,
         sources=inputs.data.sources,
     )
-    callbacks = build_callbacks(config, run, inputs, schedule)
+    policy = checkpoint_policy(config, run, signals, loggers)
     trainer = lightning.Trainer(
         **where,
         precision="bf16-mixed" if precision is Precision.bf16_mixed else "32-true",
         max_epochs=inputs.epochs,
         max_steps=config.trainer.max_steps or -1,
         logger=loggers.lightning or False,
-        callbacks=callbacks,
-        plugins=[AtomicCheckpointIO()],
+        callbacks=[policy, *build_callbacks(config, run, inputs, schedule)],
+        plugins=[AtomicCheckpointIO(), cluster_environment()],
         log_every_n_steps=config.trainer.log_every_steps,
         default_root_dir=run.directory,
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
         limit_val_batches=1.0 if inputs.data.val_report.documents else 0,
+        enable_checkpointing=False,  # the policy saves
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     started = time.monotonic()
     try:
-        trainer.fit(module, datamodule=inputs.data, ckpt_path=config.resume, weights_only=True)
+        trainer.fit(module, datamodule=inputs.data, ckpt_path=run.checkpoint, weights_only=True)
     except BaseException as error:
         reason = exit_reason(error, trainer)
+        if isinstance(error, SystemExit):
+            signals.install()  # a scheduler that sends its signal again must not cut the report
         ended = Ended(reason, time.monotonic() - started, module.skipped_steps)
         with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
-            report_outcome(config, run, loggers, trainer, inputs, ended, say)
-        if reason == INTERRUPTED:  # which Lightning turns into an exit code of 1
-            raise KeyboardInterrupt from None
+            report_outcome(config, run, loggers, trainer, inputs, ended, policy, say)
+        if isinstance(error, SystemExit) and error.code != os.EX_TEMPFAIL:
+            raise KeyboardInterrupt from None  # which Lightning turns into an exit code of 1
+        if isinstance(error, SystemExit):
+            say(how_to_go_on(policy))
         raise
     reason = exit_reason(None, trainer)
     ended = Ended(reason, time.monotonic() - started, module.skipped_steps)
-    return report_outcome(config, run, loggers, trainer, inputs, ended, say)
+    return report_outcome(config, run, loggers, trainer, inputs, ended, policy, say)
 
 
 def exit_reason(error: BaseException | None, trainer: lightning.Trainer) -> str:
-    """Why training ended: finished, max_steps, interrupted, terminated, or the error's class."""
+    """Why training ended: one of those in :mod:`eagle3.run_folder`, or the error."""
     if error is None:
+        if trainer.should_stop:
+            return EARLY_STOP
         stopped = trainer.max_steps > 0 and trainer.global_step >= trainer.max_steps
-        return "max_steps" if stopped else "finished"
-    if isinstance(error, KeyboardInterrupt) or (
-        isinstance(error, SystemExit) and error.code == 1 and trainer.interrupted
-    ):
+        return MAX_STEPS if stopped else FINISHED
+    if isinstance(error, KeyboardInterrupt | SystemExit):
         return INTERRUPTED
-    if isinstance(error, SystemExit):
-        return "terminated"
+    if lost_peer(error):
+        return "error: another rank ended"
     return f"error: {type(error).__name__}"
+
+
+def how_to_go_on(policy: CheckpointPolicy) -> str:
+    """One line for a run that a signal has stopped."""
+    newest = policy.newest()
+    if newest is None:
+        return "stopped by a signal; nothing could be saved"
+    return (
+        f"stopped by a signal, all is saved (exit code {os.EX_TEMPFAIL}): go on with the same "
+        f"command and resume=auto, or resume={newest}"
+    )
 
 
 def resolve_precision(config: Config, accelerator: str) -> Precision:
@@ -138,20 +180,34 @@ def plan_lines(config: Config, inputs: Inputs, schedule: LrSchedule, ranks: Rank
     ]
 
 
+def checkpoint_policy(
+    config: Config, run: Run, signals: StopSignals, loggers: Loggers
+) -> CheckpointPolicy:
+    """What is saved of this run, and when."""
+    return CheckpointPolicy(
+        checkpoints(run.directory),
+        every_steps=config.trainer.checkpoint_every_steps,
+        every_minutes=config.trainer.checkpoint_every_minutes,
+        keep_last=config.trainer.keep_last,
+        signals=signals,
+        logged_rows=loggers.rows,
+    )
+
+
 def build_callbacks(
     config: Config, run: Run, inputs: Inputs, schedule: LrSchedule
 ) -> list[Callback]:
-    """Throughput, progress, validation and checkpoints; the order matters to progress."""
+    """Throughput, progress and validation; the order matters to progress."""
     throughput = Throughput(schedule.total_steps, inputs.data.steps_in_epoch(0))
     validation = ValidationSchedule(config.val.every_steps, schedule.total_steps)
-    checkpoints = checkpoint_callbacks(
-        run.directory / "checkpoints", config.trainer.checkpoint_every_steps
-    )
     tables = Tables(run.directory, decoder(inputs.verifier), inputs.parameters)
-    return [throughput, Progress(throughput, inputs.epochs), validation, tables, *checkpoints]
+    callbacks = [throughput, Progress(throughput, inputs.epochs), validation, tables]
+    if config.val.early_stop is not None:
+        callbacks.append(EarlyStop(config.val.early_stop, config.val.patience))
+    return callbacks
 
 
-def _provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
+def _provenance(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
     """Plain values that a checkpoint needs to be understood without its run folder."""
     description = inputs.data.description
     return {
@@ -159,6 +215,7 @@ def _provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
         "aux_layer_ids": list(description.aux_layer_ids),
         "last_hidden": str(description.last_hidden),
         "data_fingerprint": description.fingerprint,
+        "run_id": run.id,
     }
 
 
@@ -178,8 +235,6 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated")
     # The data module keeps the position itself, see eagle3/data/position.py.
     warnings.filterwarnings("ignore", message=r"You're resuming from a checkpoint that ended")
-    # A run that is continued keeps its checkpoints in a folder of its own.
-    warnings.filterwarnings("ignore", message=r"The dirpath has changed from")
     # Every figure is reduced before it is logged, see the module and the metrics.
     warnings.filterwarnings("ignore", message=r"It is recommended to use .*sync_dist=True")
 

@@ -16,12 +16,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 GRACE_S = 30.0
-"""Time the remaining ranks get to end by themselves."""
-_FORWARDED = (signal.SIGTERM, signal.SIGINT)
+"""Time the remaining ranks get to end by themselves when one has failed."""
+STOP_GRACE_S = 300.0
+"""Time all ranks get to finish a step, save and report, after a signal."""
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_CAUSES: dict[int, str] = {
+    signal.SIGKILL: "mostly the kernel, because memory ran out (`dmesg` says so), or a scheduler",
+    signal.SIGBUS: "a shared memory or a disk that is full, or a file that was cut",
+    signal.SIGTERM: "a scheduler, or somebody by hand",
+}
 
 Processes = list[subprocess.Popen[bytes]]
 
@@ -29,23 +37,26 @@ Processes = list[subprocess.Popen[bytes]]
 def launch_ranks(run_dir: Path, world_size: int, grace_s: float = GRACE_S) -> int:
     """Start ``world_size`` ranks on the run in ``run_dir`` and wait for all of them.
 
-    SIGTERM and SIGINT are passed on to the ranks, and raised again here once they have ended. When
-    a rank fails or a signal came, the others get ``grace_s`` seconds and are then killed; no
-    process is left behind.
+    SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks, which save and end with EX_TEMPFAIL
+    (75); where they ended otherwise, the signal is raised again here. When a rank fails or a second
+    SIGINT comes, the others get ``grace_s`` seconds and are then killed; no process is left behind.
 
     Returns:
-        0, or the exit code of the rank that failed first (128 + number if a signal ended it).
+        0, or the exit code of the rank that failed first (128 + number if a signal ended it, which
+        is then said on standard error).
     """
     processes: Processes = []
     try:
         with _forwarded_signals(processes) as received:
             processes += [_start(run_dir, env) for env in _environments(world_size)]
-            code = _wait(processes, received, grace_s)
+            failed, code = _wait(processes, received, grace_s)
     finally:
         _kill(processes)
-    if received:
+    if received and code != os.EX_TEMPFAIL:
         signal.raise_signal(received[0])  # end, or unwind, as any process does on this signal
-    return code
+    if code < 0:  # a rank that ends by itself has said why, this one could not
+        print(killed_message(run_dir, failed, -code), file=sys.stderr, flush=True)
+    return code if code >= 0 else 128 - code
 
 
 @contextmanager
@@ -99,27 +110,57 @@ def _start(run_dir: Path, environment: dict[str, str]) -> subprocess.Popen[bytes
     )
 
 
-def _wait(processes: Processes, received: list[int], grace_s: float) -> int:
-    """Exit code of the rank that failed first; after it, or a signal, the others are ended."""
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for process in processes:
+def _wait(processes: Processes, received: list[int], grace_s: float) -> tuple[int, int]:
+    """The rank that failed first and its return code, negative for a signal; code 0: none failed.
+
+    After a failure, or a signal to this process, the others are ended; not when the first that
+    ended has saved after a signal, as then all do.
+    """
+    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    for rank, process in enumerate(processes):
         # one waiting thread each, so that codes arrive in the order in which ranks end
-        threading.Thread(target=lambda p=process: ended.put(p.wait()), daemon=True).start()
-    running, code, deadline = len(processes), 0, float("inf")
+        wait = partial(_put_end, ended, rank, process)
+        threading.Thread(target=wait, daemon=True).start()
+    running, failed, code, deadline, hurried = len(processes), 0, 0, float("inf"), False
     while running and time.monotonic() < deadline:
         try:
-            returncode = ended.get(timeout=0.5)
+            rank, returncode = ended.get(timeout=0.5)
         except queue.Empty:
             returncode = 0
         else:
             running -= 1
         if returncode and not code:
-            code = returncode if returncode > 0 else 128 - returncode
-        if deadline == float("inf") and (code or received):
-            deadline = time.monotonic() + grace_s
+            failed, code = rank, returncode
+        hurry = code not in (0, os.EX_TEMPFAIL) or received.count(signal.SIGINT) > 1
+        if hurry and not hurried:
+            hurried, deadline = True, time.monotonic() + grace_s
             if not received:
                 _signal_all(processes, signal.SIGTERM)
-    return code
+        elif (code or received) and deadline == float("inf"):
+            deadline = time.monotonic() + STOP_GRACE_S
+    return failed, code
+
+
+def _put_end(
+    ended: queue.SimpleQueue[tuple[int, int]], rank: int, process: subprocess.Popen[bytes]
+) -> None:
+    ended.put((rank, process.wait()))
+
+
+def killed_message(run_dir: Path, rank: int, number: int) -> str:
+    """What to say about a rank that a signal ended: who, by what, and how to go on."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        name = "no name"
+    cause = _CAUSES.get(number, "a crash in native code, or somebody by hand")
+    checkpoints = (run_dir / "checkpoints").glob("*.ckpt")
+    latest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
+    again = "start the run again" if latest is None else f"go on with resume={latest}"
+    return (
+        f"error: rank {rank} was ended by signal {number} ({name}), and with it the run. What "
+        f"sends it: {cause}. Mend that, then {again}"
+    )
 
 
 def _signal_all(processes: Processes, signum: int) -> None:
@@ -138,7 +179,7 @@ def _kill(processes: Processes) -> None:
             process.stdin.close()
 
 
-def end_with_launcher(grace_s: float = GRACE_S) -> None:
+def end_with_launcher(grace_s: float = STOP_GRACE_S) -> None:
     """In a rank: end when the process that launched it is gone, however that came about."""
 
     def watch() -> None:

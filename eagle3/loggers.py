@@ -10,7 +10,7 @@ import dataclasses
 import io
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from eagle3.config import Config
 from eagle3.names import WandbMode
 from eagle3.provenance import Run
-from eagle3.run_folder import METRICS_FILE, X_AXIS
+from eagle3.resume import Saved
+from eagle3.run_folder import METRICS_FILE, X_AXIS, read_metrics
 
 _INIT_TIMEOUT_S = 60.0
 _FINISH_TIMEOUT_S = 300.0  # a lost network must not hold up the next job of a sweep
@@ -32,7 +33,8 @@ class CsvLogger(Logger):
     """Rows of metrics, one per call, each on disk before the next step.
 
     A column that appears later (validation) makes the file be written anew, through a temporary
-    file, so a reader or a crash never meets a half-written table.
+    file, so a reader or a crash never meets a half-written table. So does a disk that was full: its
+    rows follow when there is room.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,6 +42,20 @@ class CsvLogger(Logger):
         self.path = path
         self._columns: list[str] = [X_AXIS]
         self._rows: list[dict[str, float]] = []
+        self._behind = False
+
+    @property
+    def rows(self) -> int:
+        """Rows in the file."""
+        return len(self._rows)
+
+    def go_on_after(self, rows: int) -> list[dict[str, float]]:
+        """Cut the file that an earlier process has left to its first ``rows``; returns the rest."""
+        found = read_metrics(self.path.parent)
+        self._rows, cut = found[:rows], found[rows:]
+        self._columns += sorted({name for row in self._rows for name in row} - {X_AXIS})
+        self._write_anew()
+        return cut
 
     @property
     def name(self) -> str:
@@ -56,14 +72,24 @@ class CsvLogger(Logger):
         row = {X_AXIS: float(step or 0), **metrics}
         self._rows.append(row)
         new = sorted(set(row) - set(self._columns))
-        if new or len(self._rows) == 1:
-            self._columns += new
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text(self._text(self._rows, header=True), encoding="utf-8")
-            temporary.replace(self.path)
+        self._columns += new
+        try:
+            if new or len(self._rows) == 1 or self._behind:
+                self._write_anew()
+            else:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(self._text([row], header=False))
+        except OSError as error:
+            if not self._behind:
+                print(f"warning: {self.path} cannot be written now ({error.strerror})", flush=True)
+            self._behind = True
         else:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(self._text([row], header=False))
+            self._behind = False
+
+    def _write_anew(self) -> None:
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(self._text(self._rows, header=True), encoding="utf-8")
+        temporary.replace(self.path)
 
     def _text(self, rows: list[dict[str, float]], *, header: bool) -> str:
         buffer = io.StringIO()
@@ -74,6 +100,27 @@ class CsvLogger(Logger):
         return buffer.getvalue()
 
 
+class NewRowsLogger(WandbLogger):
+    """Leaves out rows that W&B already has, when a run trains some of its steps once more.
+
+    Args:
+        known: rows of ``metrics.csv`` that an earlier process has logged after the checkpoint.
+    """
+
+    def __init__(self, known: Sequence[Mapping[str, float]], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._known = {_row_key(row[X_AXIS], row) for row in known}
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if _row_key(step or 0, metrics) not in self._known:
+            super().log_metrics(dict(metrics), step)
+
+
+def _row_key(step: float, names: Iterable[str]) -> tuple[int, bool]:
+    """Which row it is: a step has one of training and at most one of validation."""
+    return int(step), any(name.startswith("val/") for name in names)
+
+
 @dataclass(frozen=True)
 class Loggers:
     """The loggers of one process; empty but on global rank 0."""
@@ -82,6 +129,10 @@ class Loggers:
     """For ``Trainer(logger=...)``."""
     wandb_run: Any = None
     """The live W&B run, if there is one."""
+
+    def rows(self) -> int:
+        """Rows of ``metrics.csv`` so far; 0 where none is written."""
+        return sum(logger.rows for logger in self.lightning if isinstance(logger, CsvLogger))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Put final figures into the W&B summary."""
@@ -102,12 +153,16 @@ def start_loggers(config: Config, run: Run) -> Loggers:
     if not run.is_main:
         return Loggers()
     table = CsvLogger(run.directory / METRICS_FILE)
+    known: list[dict[str, float]] = []
+    if run.continues:
+        assert run.checkpoint is not None
+        known = table.go_on_after(Saved.read(run.checkpoint).rows)
     mode = wandb_mode(config.logger.wandb, os.environ)
     wandb_run = None if mode == WandbMode.disabled else _start_wandb(config, run, mode)
     if wandb_run is None:
         return Loggers([table])
-    wandb_logger = WandbLogger(
-        project=config.logger.project, save_dir=run.directory, experiment=wandb_run
+    wandb_logger = NewRowsLogger(
+        known, project=config.logger.project, save_dir=run.directory, experiment=wandb_run
     )
     return Loggers([table, wandb_logger], wandb_run)
 

@@ -5,7 +5,7 @@ One Lightning batch is one optimizer window, so every step counter counts optimi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from eagle3.optim import LrSchedule, build_optimizer, update_ratio
 
 _UPDATE_PARTS = ("fc", "layer", "lm_head")
 _MAX_SKIPPED_IN_A_ROW = 10
+_COUNTERS = ("clipped_steps", "skipped_steps", "skipped_in_a_row", "bad_samples")
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,21 @@ class DrafterModule(lightning.LightningModule):
         self.examples: list[Example] = []
         self.clipped_steps = 0
         self.skipped_steps = 0
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         self.bad_samples = 0
+        self.wishes: Sequence[Callable[[], bool]] = ()
+        """Asked on every rank after each step; ``outputs["wanted"]`` says what any rank wants."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self.drafter, self.config.optim, self.config.lr)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Plain values only, so that ``torch.load(weights_only=True)`` reads the file."""
-        checkpoint["eagle3"] = self.provenance
+        counters = {name: int(getattr(self, name)) for name in _COUNTERS}
+        checkpoint["eagle3"] = {**self.provenance, "counters": counters}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse to go on with another optimizer, whose state the checkpoint lacks.
+        """Go on counting, but not with another optimizer, whose state the checkpoint lacks.
 
         Raises:
             ConfigError: names both optimizers.
@@ -97,9 +101,12 @@ class DrafterModule(lightning.LightningModule):
         found = self.config.optim.optimizer
         if found != saved:
             raise ConfigError(
-                f"optim.optimizer={found}: expected {saved}, with which {self.config.resume} was "
-                f"trained; give optim.optimizer={saved}, or begin a new run without resume"
+                f"optim.optimizer={found}: expected {saved}, with which "
+                f"{self.trainer.ckpt_path} was trained; give optim.optimizer={saved}, or begin a "
+                "new run without resume"
             )
+        for name, count in checkpoint["eagle3"].get("counters", {}).items():
+            setattr(self, name, count)
 
     def training_step(self, window: Window, batch_idx: int) -> dict[str, Any]:
         for line in window.bad_samples:
@@ -113,7 +120,9 @@ class DrafterModule(lightning.LightningModule):
                     results = self._train_pack(pack, counts)
                 sums += _window_sums(results)
         self._update_weights(counts)
-        return self._report(window, counts, self._reduce(sums))
+        wishes = sums.new_tensor([wish() for wish in self.wishes])
+        sums, wanted = self._reduce(torch.cat((sums, wishes))).split((len(sums), len(wishes)))
+        return self._report(window, counts, sums) | {"wanted": (wanted > 0).tolist()}
 
     def _train_pack(self, pack: PackedBatch, counts: WindowCounts) -> list[StepResult]:
         config = self.config
@@ -152,7 +161,7 @@ class DrafterModule(lightning.LightningModule):
         if finite and int(counts.rows_by_step[0]) > 0:
             optimizer.step()
             self.clipped_steps += norm > limit
-            self._skipped_in_a_row = 0
+            self.skipped_in_a_row = 0
         else:
             self._skip_step(finite)
         optimizer.zero_grad(set_to_none=True)
@@ -173,12 +182,12 @@ class DrafterModule(lightning.LightningModule):
         """
         self.skipped_steps += 1
         reason = "no row has a loss" if finite else "the gradient is not finite"
-        if self._skipped_in_a_row == 0:
+        if self.skipped_in_a_row == 0:
             self.print(f"warning: optimizer step {self.global_step + 1} left out: {reason}")
-        self._skipped_in_a_row += not finite
-        if self._skipped_in_a_row >= _MAX_SKIPPED_IN_A_ROW:
+        self.skipped_in_a_row += not finite
+        if self.skipped_in_a_row >= _MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(
-                f"the gradient was not finite in {self._skipped_in_a_row} optimizer steps in a "
+                f"the gradient was not finite in {self.skipped_in_a_row} optimizer steps in a "
                 f"row, the weights are those of step {self.global_step}: lower lr (it is "
                 f"{self.config.lr:g}), and look at the states that these steps read"
             )

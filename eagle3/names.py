@@ -188,8 +188,33 @@ class WandbMode(StrEnum):
     disabled = "disabled"
 
 
+STOP_METRICS = {
+    "val/acceptance_replay": 1,
+    "val/acceptance_pooled": 1,
+    "val/accuracy": 1,
+    "val/loss": -1,
+}
+"""Values of ``val.early_stop``; 1 where more is better, -1 where less is."""
+
+
 class CaptureSource(StrEnum):
     """Where missing shards come from; ``off`` makes missing shards an error."""
 
     off = "off"
     smollm2_tokens = "smollm2_tokens"
+
+
+class Switch(StrEnum):
+    """Whether something optional is done."""
+
+    on = "on"
+    off = "off"
+
+
+class CardName(StrEnum):
+    """Cards that can be planned for without being there."""
+
+    rtx_pro_6000 = "rtx_pro_6000"
+    h100 = "h100"
+    h200 = "h200"
+    b200 = "b200"

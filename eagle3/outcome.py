@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
-from eagle3.callbacks.checkpoints import MONITOR
+from eagle3.callbacks import CheckpointPolicy
 from eagle3.checks import accumulate
 from eagle3.config import Config
 from eagle3.inputs import Inputs, Say
@@ -17,9 +15,8 @@ from eagle3.loggers import Loggers
 from eagle3.provenance import PROVENANCE_FILE, Run
 from eagle3.references import compare_references
 from eagle3.report import Facts, verdict, write_report
-from eagle3.run_folder import CURVES_FILE, read_json
+from eagle3.run_folder import COMPLETE, CURVES_FILE, read_json
 
-INTERRUPTED = "interrupted"
 _REFERENCE_TOKENS = 2_000_000
 
 
@@ -34,7 +31,7 @@ class Ended:
     @property
     def complete(self) -> bool:
         """Not cut short: only then are references worth their seconds."""
-        return self.reason in ("finished", "max_steps")
+        return self.reason in COMPLETE
 
 
 def report_outcome(
@@ -44,10 +41,10 @@ def report_outcome(
     trainer: lightning.Trainer,
     inputs: Inputs,
     ended: Ended,
+    best: CheckpointPolicy,
     say: Say,
 ) -> float:
     """Write the report on the main rank; returns the best ``val/acceptance_replay`` (0 if none)."""
-    best = _best_checkpoint(trainer)
     if run.is_main:
         facts = _facts(config, run, trainer, inputs, ended, best)
         summary = write_report(run.directory, facts)
@@ -55,8 +52,7 @@ def report_outcome(
         for line in verdict(summary):
             say(line)
         say(f"curves:   {run.directory / CURVES_FILE}")
-    score = best.best_model_score if best is not None else None
-    return float(score) if score is not None and torch.isfinite(score) else 0.0
+    return best.best_value or 0.0
 
 
 def _facts(
@@ -65,7 +61,7 @@ def _facts(
     trainer: lightning.Trainer,
     inputs: Inputs,
     ended: Ended,
-    best: ModelCheckpoint | None,
+    best: CheckpointPolicy,
 ) -> Facts:
     git = read_json(run.directory, PROVENANCE_FILE)["git"]
     accelerator = "cpu" if trainer.strategy.root_device.type == "cpu" else "gpu"
@@ -83,7 +79,7 @@ def _facts(
         git_revision=git["revision"],
         git_dirty=git["dirty"],
         bad_samples=inputs.data.bad_samples,
-        best_checkpoint=(best.best_model_path or None) if best is not None else None,
+        best_checkpoint=None if best.best_path is None else str(best.best_path),
         skipped_steps=ended.skipped_steps,
         references=_references(config, inputs) if ended.complete else {},
     )
@@ -103,13 +99,6 @@ def _references(config: Config, inputs: Inputs) -> dict[str, dict[str, float]]:
         }
         for reference in found
     }
-
-
-def _best_checkpoint(trainer: lightning.Trainer) -> ModelCheckpoint | None:
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.monitor == MONITOR:
-            return callback
-    return None
 
 
 def _flat(summary: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,10 @@ machine and git state; metrics, checkpoints and the report are added by the run 
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -40,10 +43,20 @@ class Run:
     """Sweep or experiment that runs are compared within."""
     is_main: bool = True
     """Whether this process is global rank 0: it alone writes files and logs."""
+    checkpoint: Path | None = None
+    """What training goes on from; null: it begins anew."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether an earlier process has trained and logged in this folder."""
+        return self.checkpoint is not None and self.directory in self.checkpoint.parents
 
 
-def start_run(config: Config, job: Job) -> Run:
+def start_run(config: Config, job: Job, checkpoint: Path | None = None) -> Run:
     """Make the run folder, in the sweep's folder if there is one, and record what runs.
+
+    Args:
+        checkpoint: of another run, to go on from.
 
     Raises:
         ConfigError: ``paths.output`` cannot be written.
@@ -55,24 +68,59 @@ def start_run(config: Config, job: Job) -> Run:
     try:
         directory.mkdir(parents=True)
     except FileExistsError:  # another run drew the same four digits
-        return start_run(config, job)
+        return start_run(config, job, checkpoint)
     except OSError as error:
         raise ConfigError(
             f"cannot make the run folder {directory} ({error.strerror}): "
             "give paths.output=/a/writable/directory"
         ) from error
     group = config.logger.group or (parent.name if job.sweep_dir else job.experiment or config.name)
-    run = Run(directory, name, identity, group)
     save_config(config, directory / CONFIG_FILE)
-    record = {"name": name, "id": identity, "group": group, **provenance()}
+    record = {
+        "name": name,
+        "id": identity,
+        "group": group,
+        "job": job_fingerprint(config),
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        **provenance(),
+    }
     write_json(directory, PROVENANCE_FILE, record)
-    return run
+    return load_run(directory, is_main=True)
+
+
+def continue_run(config: Config, directory: Path, checkpoint: Path) -> Run:
+    """Go on in the run folder ``directory`` from one of its checkpoints, and record that."""
+    record = read_json(directory, PROVENANCE_FILE)
+    # the same settings, but paths may be others now, and ranks read them here
+    save_config(config, directory / CONFIG_FILE)
+    attempts = [*record.get("continued", []), {"from": checkpoint.name, **provenance()}]
+    record |= {"checkpoint": str(checkpoint), "continued": attempts}
+    write_json(directory, PROVENANCE_FILE, record)
+    return load_run(directory, is_main=True)
 
 
 def load_run(directory: Path, *, is_main: bool) -> Run:
     """The run of an existing run folder, as another rank of it sees it."""
     record = read_json(directory, PROVENANCE_FILE)
-    return Run(directory, record["name"], record["id"], record["group"], is_main)
+    checkpoint = record.get("checkpoint")
+    return Run(
+        directory,
+        record["name"],
+        record["id"],
+        record["group"],
+        is_main,
+        None if checkpoint is None else Path(checkpoint),
+    )
+
+
+def job_fingerprint(config: Config) -> str:
+    """Hash of what is trained and how; the same wherever data lie and whatever is logged."""
+    settings = dataclasses.asdict(config)
+    for left_out in ("paths", "logger", "resume", "preflight", "preflight_json", "card"):
+        del settings[left_out]
+    for part in settings["data"]["mixture"]:
+        del part["path"]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def run_name(config: Config, suffix: str) -> str:

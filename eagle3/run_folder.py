@@ -17,6 +17,12 @@ METRICS_FILE = "metrics.csv"
 SUMMARY_FILE = "summary.json"
 CURVES_FILE = "curves.png"
 
+FINISHED, MAX_STEPS, EARLY_STOP = "finished", "max_steps", "early_stop"
+COMPLETE = (FINISHED, MAX_STEPS, EARLY_STOP)
+"""Exit reasons of a run that was not cut short; all others can go on."""
+INTERRUPTED = "interrupted"
+"""Exit reason of a run that a signal ended."""
+
 X_AXIS = "trainer/global_step"
 """Column of ``metrics.csv`` that counts optimizer steps."""
 
@@ -36,6 +42,11 @@ def series(rows: Rows, name: str) -> tuple[list[float], list[float]]:
     """Optimizer steps and finite values of one metric."""
     points = [(row[X_AXIS], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def checkpoints(run_dir: Path) -> Path:
+    """Folder of the checkpoints."""
+    return run_dir / "checkpoints"
 
 
 def read_json(run_dir: Path, name: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from eagle3.checks import check, check_paths, device_count
@@ -9,7 +10,7 @@ from eagle3.compose import Job, JobFailedError, entry_point
 from eagle3.config import Config
 from eagle3.distributed import must_launch, process_group, resolve_accelerator, shared_run
 from eagle3.launch import launch_ranks
-from eagle3.provenance import start_run
+from eagle3.resume import begin
 from eagle3.run_folder import SUMMARY_FILE, read_json
 
 
@@ -31,8 +32,10 @@ def train(config: Config, job: Job) -> float:
 
 def _train_on_ranks(config: Config, job: Job) -> float:
     resolve_accelerator(config.trainer)  # says here, not once per rank, which cards are missing
-    run = start_run(config, job)
+    run = begin(config, job)
     code = launch_ranks(run.directory, device_count(config.trainer.devices))
+    if code == os.EX_TEMPFAIL:  # stopped by a signal, which the rest of a sweep is to obey too
+        raise SystemExit(code)
     if code:
         raise JobFailedError(code)
     best = read_json(run.directory, SUMMARY_FILE)["best/acceptance_replay"]

@@ -14,7 +14,11 @@ from eagle3.run_folder import CONFIG_FILE
 
 
 def main(run_dir: Path) -> int:
-    """Train as one of the ranks of the run in ``run_dir``; returns the exit code."""
+    """Train as one of the ranks of the run in ``run_dir``; returns the exit code.
+
+    Raises:
+        SystemExit: with EX_TEMPFAIL, when a signal stopped the run.
+    """
     print_lines_at_once()
     end_with_launcher()
     try:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers import Document, make_document
-from tests.tiny_run import TinyWorld, curve, last_weights, make_world
+from tests.tiny_run import TinyWorld, clean_environment, curve, last_weights, make_world
 
 pytestmark = pytest.mark.ddp
+TWO_RANKS = ("trainer.devices=2", "data.val_ratio=0.2", "trainer.checkpoint_every_steps=2")
 
 
 def uneven_documents() -> list[Document]:
@@ -71,3 +75,35 @@ def test_a_rank_without_a_row_does_not_hang(tmp_path: Path) -> None:
     (folder,) = world.run_folders()
     assert len(curve(folder, "train/loss")) == 2
     assert all(torch.isfinite(w).all() for w in last_weights(folder).values())
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """Process id of a rank that ``launcher`` has started."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    environments = {c: Path(f"/proc/{c}/environ").read_bytes().split(b"\0") for c in children}
+    (found,) = [c for c, variables in environments.items() if f"RANK={rank}".encode() in variables]
+    return int(found)
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    world = make_world(tmp_path, [make_document(10, seed) for seed in range(12)])
+    process = subprocess.Popen(
+        world.command("max_seq_len=10", "epochs=100000", "trainer.max_steps=100000", *TWO_RANKS),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=world.root,
+        env=clean_environment(),
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+            break
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGKILL, output + errors
+    assert "rank 1 was ended by signal 9 (SIGKILL)" in errors
+    assert "resume=" in errors
+    assert "Traceback" not in errors, errors
+    assert errors.count("error: ") == 2, "of the launcher and of the rank that was left"
+    assert "training: error: another rank ended after" in output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_a_run_that_diverges_says_so_and_stops(world: TinyWorld) -> None:
 
 
 def test_an_interrupted_run_keeps_its_report(world: TinyWorld) -> None:
-    """Ctrl-C after the first steps: exit code 130, and the curve so far."""
+    """Ctrl-C after the first steps: a checkpoint, exit code 75, and the curve so far."""
     process = subprocess.Popen(
         world.command(*QUICK, "epochs=100000", "trainer.max_steps=100000"),
         stdout=subprocess.PIPE,
@@ -150,11 +151,12 @@ def test_an_interrupted_run_keeps_its_report(world: TinyWorld) -> None:
             process.send_signal(signal.SIGINT)
             break
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.returncode == os.EX_TEMPFAIL == 75
     assert "training: interrupted after" in output
     folder = world.run_folders()[-1]
     assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "interrupted"
     assert (folder / "curves.png").is_file()
+    assert list((folder / "checkpoints").glob("step*.ckpt"))
 
 
 def test_validation_without_a_readable_row_is_not_measured(tmp_path: Path) -> None:
@@ -168,3 +170,44 @@ def test_validation_without_a_readable_row_is_not_measured(tmp_path: Path) -> No
     assert "quality:  not measured" in done.stdout
     (folder,) = world.run_folders()
     assert json.loads((folder / "summary.json").read_text())["best/acceptance_replay"] is None
+
+
+def test_answers_of_one_token_have_no_acceptance_length(tmp_path: Path) -> None:
+    """Two validations without a round: nothing to compare, and nothing to fail on."""
+    documents = [make_document(12, seed, mask=[0] * 11 + [1]) for seed in range(12)]
+    world = make_world(tmp_path, documents)
+    done = world.run("max_seq_len=16", "epochs=2", "data.val_ratio=0.3")
+    assert "acceptance nan" not in done.stdout
+    assert "quality:  not measured" in done.stdout
+    (folder,) = world.run_folders()
+    assert len(curve(folder, "val/loss")) == 2
+    assert json.loads((folder / "summary.json").read_text())["best/acceptance_replay"] is None
+
+
+def test_files_that_go_while_training_are_left_out_of_the_references(tmp_path: Path) -> None:
+    """One validation file and one training file vanish, another one is cut, after the plan."""
+    world = make_world(tmp_path, some_documents(12))
+    write_shards(tmp_path / "val", some_documents(18)[12:])
+    process = subprocess.Popen(
+        world.command(*QUICK, f"paths.val_shards={tmp_path / 'val'}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=world.root,
+        env=clean_environment(),
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("plan: "):
+            (tmp_path / "val" / "data_1.pt").unlink()
+            (tmp_path / "val" / "data_4.pt").write_bytes(b"PK")
+            (tmp_path / "shards" / "data_3.pt").unlink()
+            break
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, output + errors
+    assert "left out of the references: 2 documents, first" in output
+    assert "left out of the references: 1 documents, first" in output
+    (folder,) = world.run_folders()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary["references"]) == {"bigram", "trigram", "prompt lookup"}
+    assert (folder / "curves.png").is_file()

@@ -1,4 +1,4 @@
-"""Progress lines, throughput figures and checkpoints, on a toy module under a real Trainer."""
+"""Progress lines, throughput figures and validation, on a toy module under a real Trainer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from eagle3.callbacks import Progress, Throughput, ValidationSchedule, checkpoint_callbacks
-from eagle3.callbacks.checkpoints import AtomicCheckpointIO
+from eagle3.callbacks import Progress, Throughput, ValidationSchedule
 from eagle3.callbacks.progress import duration, share, thousands, training_line
 from eagle3.callbacks.throughput import Meter, StepTiming
 from eagle3.loggers import CsvLogger
@@ -111,7 +109,7 @@ def test_the_line_says_step_epoch_loss_speed_and_time_left() -> None:
 def run_toy(folder: Path, stream: io.StringIO, tick: float = 0.5, **kwargs: Any) -> None:
     throughput = Throughput(3 * STEPS_PER_EPOCH, STEPS_PER_EPOCH, clock=Clock())
     progress = Progress(throughput, 3, stream=stream, clock=Clock(tick))
-    callbacks = [throughput, progress, *checkpoint_callbacks(folder / "checkpoints")]
+    callbacks = [throughput, progress]
     logger = CsvLogger(folder / "metrics.csv")
     train_toy(folder, ToyModule(SCORES), callbacks=callbacks, loggers=[logger], **kwargs)
 
@@ -184,37 +182,6 @@ def test_validation_runs_at_ends_and_every_so_many_steps(
     module = ToyModule([1.0] * 6)
     train_toy(tmp_path, module, callbacks=callbacks, loggers=[logger], max_steps=max_steps)
     assert series(read_metrics(tmp_path), "val/accuracy")[0] == validated
-
-
-def test_the_best_checkpoint_holds_the_value_just_validated(tmp_path: Path) -> None:
-    run_toy(tmp_path, io.StringIO())
-    files = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert files == ["best.ckpt", "step00000012.ckpt"]
-    best = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
-    last = torch.load(tmp_path / "checkpoints" / files[1], weights_only=True)
-    assert (best["global_step"], last["global_step"]) == (8, 12)
-    scores = [
-        state["best_model_score"] for state in best["callbacks"].values() if "kth_value" in state
-    ]
-    assert any(score is not None and float(score) == pytest.approx(1.4) for score in scores)
-
-
-def test_a_run_cut_by_max_steps_keeps_its_last_step(tmp_path: Path) -> None:
-    run_toy(tmp_path, io.StringIO(), max_steps=6)
-    files = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert files == ["best.ckpt", "step00000006.ckpt"]
-
-
-def test_an_interrupted_write_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    class Unpicklable:
-        def __reduce__(self) -> str:
-            raise OSError("disk full")
-
-    writer, path = AtomicCheckpointIO(), tmp_path / "best.ckpt"
-    writer.save_checkpoint({"step": torch.tensor(1)}, path)
-    with pytest.raises(OSError, match="disk full"):
-        writer.save_checkpoint({"step": torch.tensor(2), "bad": Unpicklable()}, path)
-    assert torch.load(path, weights_only=True)["step"] == 1
 
 
 def test_counts_survive_a_checkpoint() -> None:

@@ -13,6 +13,8 @@ from eagle3.compose import Job
 from eagle3.config import Config, TrainerConfig
 from eagle3.distributed import (
     Ranks,
+    _unless_lost_peer,
+    lost_peer,
     must_launch,
     placement,
     process_group,
@@ -167,3 +169,30 @@ def test_two_ranks_share_one_folder(tmp_path: Path) -> None:
     assert (first[2], second[2]) == ("True", "False")
     assert [str(path) for path in tmp_path.iterdir()] == [first[0]]
     assert Path(first[0], "provenance.json").is_file()
+
+
+GONE = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4526."
+
+
+def test_only_the_end_of_another_rank_is_taken_for_it() -> None:
+    assert lost_peer(RuntimeError(GONE))
+    assert lost_peer(RuntimeError("NCCL error: remote process exited or there was a network error"))
+    assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not lost_peer(ConnectionResetError("Connection reset by peer"))
+
+
+def test_errors_that_cannot_be_raised_are_shown_unless_a_rank_is_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Dying:
+        def __init__(self, words: str) -> None:
+            self.words = words
+
+        def __del__(self) -> None:
+            raise RuntimeError(self.words)
+
+    monkeypatch.setattr(sys, "unraisablehook", _unless_lost_peer)
+    Dying(GONE)
+    assert capsys.readouterr().err == ""
+    Dying("something else")
+    assert "RuntimeError: something else" in capsys.readouterr().err

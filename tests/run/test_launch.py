@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle3.launch import killed_message
 from tests.tiny_run import clean_environment
 
 pytestmark = pytest.mark.ddp
@@ -29,9 +30,10 @@ def note(name):
     (folder / f"{name}_{rank}").write_text(str(os.getpid()))
 def on_term(signum, frame):
     note("terminated")
-    sys.exit(0)
+    sys.exit(75 if role == "saves" else 0)
 if role != "stubborn":
     signal.signal(signal.SIGTERM, on_term)
+    signal.signal(signal.SIGUSR1, on_term)
 else:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 assert not [a for a in sys.argv if "multirun" in a or "=" in a], sys.argv
@@ -42,6 +44,11 @@ if role == "fine":
     sys.exit(0)
 if role == "one fails" and rank == "1" or role == "stubborn" and rank == "0":
     sys.exit(7)
+if role == "all have saved":
+    time.sleep(0 if rank == "1" else 1)
+    sys.exit(75)
+if role == "one is killed" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
 if role == "watched":
     sys.path.insert(0, os.environ["REPOSITORY"])
     del sys.modules["eagle3"]
@@ -126,6 +133,25 @@ def test_a_failing_rank_ends_the_others_with_its_code(folder: Path) -> None:
     assert launch.ranks_left() == []
 
 
+def test_a_killed_rank_is_named_with_its_signal_and_how_to_go_on(folder: Path) -> None:
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "step00000008.ckpt").touch()
+    launch = Launch(folder, "one is killed")
+    output, _ = launch.process.communicate(timeout=60)
+    assert launch.process.returncode == 128 + signal.SIGKILL
+    assert (folder / "terminated_0").exists()
+    (message,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert message.startswith("error: rank 1 was ended by signal 9 (SIGKILL)")
+    assert message.endswith(f"go on with resume={folder / 'checkpoints' / 'step00000008.ckpt'}")
+    assert launch.ranks_left() == []
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(tmp_path: Path) -> None:
+    message = killed_message(tmp_path, 0, signal.SIGRTMIN + 3)
+    assert f"rank 0 was ended by signal {signal.SIGRTMIN + 3}" in message
+    assert message.endswith("start the run again")
+
+
 def test_a_rank_that_does_not_end_is_killed_after_the_grace(folder: Path) -> None:
     launch = Launch(folder, "stubborn")
     assert launch.end() == 7
@@ -143,6 +169,24 @@ def test_a_signal_is_passed_on(folder: Path, signum: signal.Signals) -> None:
         assert (folder / "terminated_0").exists()
         assert (folder / "terminated_1").exists()
     assert launch.ranks_left() == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1], ids=lambda s: s.name)
+def test_ranks_that_save_after_a_signal_give_their_code(
+    folder: Path, signum: signal.Signals
+) -> None:
+    launch = Launch(folder, "saves")
+    launch.wait_for("started_0", "started_1")
+    launch.process.send_signal(signum)
+    assert launch.end() == os.EX_TEMPFAIL == 75
+    assert launch.ranks_left() == []
+
+
+def test_a_rank_that_has_saved_does_not_cut_the_others_short(folder: Path) -> None:
+    """A signal to one rank alone: all save, and the first rank still reports."""
+    launch = Launch(folder, "all have saved")
+    assert launch.end() == 75
+    assert not (folder / "terminated_0").exists()
 
 
 def test_ranks_end_when_their_launcher_is_killed(folder: Path) -> None:

@@ -174,3 +174,93 @@ def test_disabled_writes_the_csv_only(tmp_path: Path) -> None:
     loggers = start_loggers(config, Run(tmp_path, "name", "id", "group"))
     assert loggers.wandb_run is None
     assert len(loggers.lightning) == 1
+
+
+def test_rows_after_the_checkpoint_are_cut_and_written_once(tmp_path: Path) -> None:
+    first = CsvLogger(tmp_path / "metrics.csv")
+    for step in range(1, 6):
+        first.log_metrics({"train/loss": 1 / step}, step)
+    first.log_metrics({"val/loss": 0.1}, 5)
+    before = (tmp_path / "metrics.csv").read_bytes()
+    second = CsvLogger(tmp_path / "metrics.csv")
+    cut = second.go_on_after(3)
+    assert [row[X_AXIS] for row in cut] == [4, 5, 5]
+    assert second.rows == len(read_metrics(tmp_path)) == 3
+    for step in (4, 5):
+        second.log_metrics({"train/loss": 1 / step}, step)
+    second.log_metrics({"val/loss": 0.1}, 5)
+    assert (tmp_path / "metrics.csv").read_bytes() == before
+
+
+def test_a_disk_that_was_away_gets_the_rows_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    logger = CsvLogger(folder / "metrics.csv")
+    logger.log_metrics({"train/loss": 1.0}, 1)
+    folder.rename(tmp_path / "away")
+    logger.log_metrics({"train/loss": 0.5}, 2)
+    logger.log_metrics({"train/loss": 0.4}, 3)
+    assert capsys.readouterr().out.count("metrics.csv cannot be written now") == 1
+    (tmp_path / "away").rename(folder)
+    logger.log_metrics({"train/loss": 0.3}, 4)
+    assert [row[X_AXIS] for row in read_metrics(folder)] == [1, 2, 3, 4]
+
+
+CONTINUED = """
+import sys, torch
+from eagle3.compose import Job
+from eagle3.config import Config, PathsConfig
+from eagle3.loggers import start_loggers
+from eagle3.provenance import continue_run, start_run
+
+config = Config(paths=PathsConfig(output=sys.argv[1]))
+
+def log(run, steps):
+    loggers = start_loggers(config, run)
+    for step in steps:
+        for logger in loggers.lightning:
+            logger.log_metrics({"train/loss": 1 / step}, step)
+            if step % 3 == 0:
+                logger.log_metrics({"val/loss": 2 / step}, step)
+        if step == 4:
+            state = {"CheckpointPolicy": {"rows": loggers.rows()}}
+            torch.save({"global_step": 4, "callbacks": state}, path)
+    loggers.finish(exit_code=0)
+
+run = start_run(config, Job())
+path = run.directory / "checkpoints" / "step00000004.ckpt"
+path.parent.mkdir()
+log(run, range(1, 7))
+(run.directory / "wandb").rename(run.directory / "before")
+again = continue_run(config, run.directory, path)
+assert again.id == run.id
+log(again, range(5, 10))
+print(run.directory)
+"""
+
+
+def test_a_continued_run_logs_each_row_once_to_wandb_too(tmp_path: Path) -> None:
+    """Six steps, killed; on from the fourth: only what comes after the sixth is new."""
+    done = subprocess.run(
+        [sys.executable, "-c", CONTINUED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=clean_environment() | {"HOME": str(tmp_path)},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = Path(done.stdout.splitlines()[-1])
+    second = read_offline_run(folder)
+    (folder / "wandb").rename(folder / "after")
+    (folder / "before").rename(folder / "wandb")
+    first = read_offline_run(folder)
+    assert first.id == second.id
+    logged = [(int(row[X_AXIS]), "val/loss" in row) for row in first.history + second.history]
+    expected = [(step, False) for step in range(1, 10)] + [(step, True) for step in (3, 6, 9)]
+    expected.sort()
+    assert logged == expected
+    assert [(int(r[X_AXIS]), "val/loss" in r) for r in read_metrics(folder)] == expected

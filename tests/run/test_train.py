@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -63,12 +64,13 @@ def test_a_job_that_fails_does_not_take_the_next_one_along(world: TinyWorld) -> 
     assert_finished(job)
 
 
-def test_torchrun_is_the_same_run(world: TinyWorld) -> None:
-    train = world.command("trainer.devices=2", *SHORT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+def torchrun(world: TinyWorld, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A run whose ranks torchrun starts, in the only run folder."""
+    train = world.command("trainer.devices=2", *SHORT, *overrides)
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     port = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     done = subprocess.run(
-        [*torchrun, *port, *train[1:]],
+        [*start, *port, *train[1:]],
         capture_output=True,
         text=True,
         check=False,
@@ -80,6 +82,16 @@ def test_torchrun_is_the_same_run(world: TinyWorld) -> None:
     (folder,) = world.run_folders()
     assert_finished(folder)
     only_known_folders(world)
+    return done
+
+
+def test_torchrun_is_the_same_run_and_goes_on_in_its_folder(world: TinyWorld) -> None:
+    assert "begins anew" in torchrun(world, "resume=auto").stdout
+    (folder,) = world.run_folders()
+    metrics = (folder / "metrics.csv").read_bytes()
+    (folder / "summary.json").unlink()
+    assert f"{folder} goes on after step 4" in torchrun(world, "resume=auto").stdout
+    assert (folder / "metrics.csv").read_bytes() == metrics
 
 
 def test_a_mistake_that_ranks_find_keeps_its_code_and_has_no_traceback(world: TinyWorld) -> None:
@@ -119,7 +131,12 @@ def test_nohup_keeps_a_run_with_wandb_when_the_terminal_goes(world: TinyWorld) -
     assert read_offline_run(folder).exit_code == 0
 
 
-def test_sigterm_ends_a_run_with_its_code(world: TinyWorld) -> None:
-    code, output = run_and_signal(world, signal.SIGTERM, world.command(*SHORT, "epochs=5000"))
-    assert code == 128 + signal.SIGTERM, output
-    assert "training: terminated after" in output
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1], ids=lambda s: s.name)
+def test_a_signal_ends_a_saved_run_and_its_sweep(world: TinyWorld, signum: signal.Signals) -> None:
+    """With the code that schedulers take for "try again"; the second job does not begin."""
+    long = world.command("-m", "seed=1,2", *SHORT, "epochs=5000", "trainer.max_steps=5000")
+    code, output = run_and_signal(world, signum, long)
+    assert code == os.EX_TEMPFAIL == 75, output
+    assert "training: interrupted after" in output
+    (job,) = (world.root / "runs").glob("sweep_*/tiny_*")
+    assert f"resume={job}/checkpoints/step" in output

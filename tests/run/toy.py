@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader
 
@@ -41,6 +41,7 @@ class ToyModule(lightning.LightningModule):
         self.layer = torch.nn.Linear(2, 1)
         self.scores = iter(scores)
         self.raise_at = raise_at
+        self.wishes: Sequence[Callable[[], bool]] = ()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -55,7 +56,14 @@ class ToyModule(lightning.LightningModule):
         optimizer.step()
         optimizer.zero_grad()
         self.log("train/loss", loss)
-        return {"loss": loss, "accuracy": 0.25, "rows": 100, "supervised": 60}
+        wanted = [wish() for wish in self.wishes]
+        return {
+            "loss": loss,
+            "accuracy": 0.25,
+            "rows": 100,
+            "supervised": 60,
+            "wanted": wanted,
+        }
 
     def validation_step(self, batch: Window, batch_idx: int) -> None:
         pass
@@ -72,6 +80,7 @@ def train_toy(
     loggers: list[Logger] | None = None,
     epochs: int = 3,
     max_steps: int = -1,
+    resume: Path | None = None,
 ) -> None:
     """Train on CPU without any output of Lightning's own."""
     trainer = lightning.Trainer(
@@ -87,6 +96,6 @@ def train_toy(
         num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_checkpointing=False,
     )
-    trainer.fit(module, datamodule=ToyData())
+    trainer.fit(module, datamodule=ToyData(), ckpt_path=resume, weights_only=True)

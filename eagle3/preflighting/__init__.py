@@ -1,0 +1,1 @@
+"""What can be known before hours of training are spent: sizes, data, machine, one step."""
