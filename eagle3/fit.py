@@ -39,8 +39,8 @@ from eagle3.loggers import Loggers, start_loggers
 from eagle3.module import DrafterModule
 from eagle3.names import Precision
 from eagle3.optim import LrSchedule
-from eagle3.preflighting.command import check_startup
 from eagle3.outcome import Ended, report_outcome
+from eagle3.preflighting.command import check_startup
 from eagle3.provenance import Run
 from eagle3.resume import only_process_in
 from eagle3.run_folder import EARLY_STOP, FINISHED, INTERRUPTED, MAX_STEPS, checkpoints
