@@ -20,6 +20,7 @@ _HOW_TO_SET = {
     "arrow": "paths.arrow=/directory/that/datasets/saved",
     "source_labels": "paths.source_labels=/file.csv with sample_id,source",
     "vocab_map": "paths.vocab_map=/file/or/directory/with/d2t and t2d",
+    "init": "paths.init=/file.ckpt, or the directory or file of a head",
 }
 
 
@@ -40,7 +41,7 @@ def check_paths(config: Config) -> None:
     Raises:
         ConfigError: one line per missing path.
     """
-    wanted = ["val_shards", "vocab_map", "arrow", "source_labels"]
+    wanted = ["val_shards", "vocab_map", "init", "arrow", "source_labels"]
     if config.capture.source is CaptureSource.off:
         wanted += ["verifier"]
         if config.data.arrival is Arrival.complete:  # otherwise the capture may make it later
@@ -105,7 +106,7 @@ def _paths(config: Config) -> Iterator[str]:
     if config.capture.source != CaptureSource.off:
         return  # the capture provides the verifier, the shards and the vocabulary map
     needed = ["verifier"] if config.data.mixture else ["verifier", "shards"]
-    if config.model.draft_vocab_size < config.model.vocab_size:
+    if config.model.draft_vocab_size < config.model.vocab_size and config.paths.init is None:
         needed.append("vocab_map")
     for name in needed:
         if getattr(config.paths, name) is None:

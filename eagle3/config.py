@@ -56,6 +56,9 @@ class PathsConfig:
     """Explicit validation directory; null: chosen from ``shards`` by hash of the prompt."""
     vocab_map: str | None = None
     """Draft vocabulary map (``.safetensors``/``.pt`` file or directory with d2t and t2d)."""
+    init: str | None = None
+    """Trained drafter to start from: one of our checkpoints, or the directory or file of a
+    SpecForge or speculators head; null: a fresh one."""
     arrow: str | None = None
     """Token ids and masks of a speculators directory; null: beside its states."""
     source_labels: str | None = None

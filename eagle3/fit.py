@@ -111,6 +111,7 @@ def _fit(config: Config, run: Run, loggers: Loggers, signals: StopSignals) -> fl
         default_root_dir=run.directory,
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
+        inference_mode=False,  # or training could not go on with the sums of _score_start
         limit_val_batches=1.0 if inputs.data.val_report.documents else 0,
         enable_checkpointing=False,  # the policy saves
         enable_progress_bar=False,
@@ -118,6 +119,7 @@ def _fit(config: Config, run: Run, loggers: Loggers, signals: StopSignals) -> fl
     )
     started = time.monotonic()
     try:
+        _score_start(config, run, trainer, module, inputs)
         trainer.fit(module, datamodule=inputs.data, ckpt_path=run.checkpoint, weights_only=True)
     except BaseException as error:
         reason = exit_reason(error, trainer)
@@ -134,6 +136,16 @@ def _fit(config: Config, run: Run, loggers: Loggers, signals: StopSignals) -> fl
     reason = exit_reason(None, trainer)
     ended = Ended(reason, time.monotonic() - started, module.skipped_steps)
     return report_outcome(config, run, loggers, trainer, inputs, ended, policy, say)
+
+
+def _score_start(
+    config: Config, run: Run, trainer: lightning.Trainer, module: DrafterModule, inputs: Inputs
+) -> None:
+    """Validate a drafter that was trained before, so that step 0 shows what it brings along."""
+    if config.paths.init is None or run.checkpoint is not None:
+        return
+    if inputs.data.val_report.documents:
+        trainer.validate(module, datamodule=inputs.data, verbose=False)
 
 
 def exit_reason(error: BaseException | None, trainer: lightning.Trainer) -> str:

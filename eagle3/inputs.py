@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from eagle3.data.vocab_files import (
 )
 from eagle3.demo import SourcePaths, capture_shards, prepare_verifier, source_paths
 from eagle3.distributed import Ranks
+from eagle3.errors import ConfigError
 from eagle3.model.build import (
     ParameterRow,
     build_drafter,
@@ -38,7 +39,9 @@ from eagle3.model.build import (
     table_lines,
 )
 from eagle3.model.drafter import Drafter
+from eagle3.model.trained_head import TrainedHead, read_trained_head
 from eagle3.model.verifier_head import VerifierHead
+from eagle3.model.warm_start import check_aux_layers, warm_start
 from eagle3.model.weights import load_verifier_weights, read_verifier_config
 from eagle3.names import Arrival, CaptureSource, Precision
 from eagle3.provenance import Run
@@ -93,7 +96,8 @@ def load_inputs(
     ):
         say(line)
     counts = data.token_frequencies()
-    vocab, origin = _vocab_map(config, paths, data, counts, say)
+    start = _read_start(config, run, say)
+    vocab, origin = _vocab_map(config, paths, data, counts, start, say)
     coverage = float(counts[vocab.t2d].sum() / counts.sum().clamp(min=1))
     say(
         f"draft vocabulary: {vocab.draft_size:,} of {vocab.verifier_size:,} tokens, "
@@ -103,7 +107,8 @@ def load_inputs(
         save_vocab_map(run.directory / VOCAB_FILE, vocab, origin)
         held_out = "".join(f"{sample}\n" for sample in data.validation_samples())
         (run.directory / VALIDATION_FILE).write_text(held_out, encoding="ascii")
-    drafter, head, parameters = _models(config, paths, vocab, data, precision)
+    begun_from = None if run.checkpoint is not None else start
+    drafter, head, parameters = _models(config, paths, vocab, data, precision, begun_from, say)
     for line in table_lines(parameters):
         say(line)
     _probe(config, data, head, vocab, say)
@@ -168,16 +173,45 @@ def _path(path: str | None) -> Path | None:
     return None if path is None else Path(path)
 
 
+def _read_start(config: Config, run: Run, say: Say) -> TrainedHead | None:
+    """The drafter to start from, or that to go on from, whose weights Lightning loads later."""
+    if config.paths.init is None:
+        return None
+    if run.checkpoint is None:
+        return read_trained_head(Path(config.paths.init))
+    say(f"paths.init is not used: the run goes on from {run.checkpoint}")
+    return read_trained_head(run.checkpoint)
+
+
 def _vocab_map(
-    config: Config, paths: SourcePaths, data: DataModule, counts: torch.Tensor, say: Say
+    config: Config,
+    paths: SourcePaths,
+    data: DataModule,
+    counts: torch.Tensor,
+    start: TrainedHead | None,
+    say: Say,
 ) -> tuple[VocabMap, MapOrigin]:
-    """The given map, the identity, or (demo) the most frequent tokens of the responses."""
+    """The given map, that of the start, the identity, or the most frequent response tokens.
+
+    Raises:
+        ConfigError: the map of the start has another size than the configuration.
+    """
     draft, verifier = config.model.draft_vocab_size, config.model.vocab_size
     if config.paths.vocab_map is not None:
         given = Path(config.paths.vocab_map)
         vocab = load_vocab_map(given, draft, verifier)
         say(check_tokenizer(given, paths.verifier))
         return vocab, read_origin(given)
+    if start is not None:
+        vocab = start.vocab_map(verifier)
+        if vocab.draft_size != draft:
+            raise ConfigError(
+                f"{start.path}: found a vocabulary map of {vocab.draft_size} tokens, expected "
+                f"model.draft_vocab_size={draft}: set it to {vocab.draft_size}, or give "
+                "paths.vocab_map to draft other tokens than the head"
+            )
+        say(f"vocabulary map: that of {start.path}")
+        return vocab, MapOrigin()
     tokenizer = read_tokenizer(paths.verifier)
     origin = MapOrigin(
         data_fingerprint=data.description.fingerprint,
@@ -196,6 +230,8 @@ def _models(
     vocab: VocabMap,
     data: DataModule,
     precision: Precision,
+    start: TrainedHead | None,
+    say: Say,
 ) -> tuple[Drafter, VerifierHead, list[ParameterRow]]:
     """Drafter and head; frozen tensors are bfloat16 where compute is, else float32."""
     frozen = torch.bfloat16 if precision is Precision.bf16_mixed else torch.float32
@@ -204,7 +240,14 @@ def _models(
     head = build_verifier_head(
         vocab, weights, data.description.last_hidden, full=config.val.full_verifier_head
     )
-    return drafter, head, parameter_table(drafter, head, weights.names)
+    rows = parameter_table(drafter, head, weights.names)
+    if start is not None:
+        say(check_aux_layers(start, data.description.aux_layer_ids))
+        begun = warm_start(drafter, start, weights)
+        for line in begun.lines:
+            say(line)
+        rows = [replace(row, source=begun.sources.get(row.name, row.source)) for row in rows]
+    return drafter, head, rows
 
 
 def _probe(config: Config, data: DataModule, head: VerifierHead, vocab: VocabMap, say: Say) -> None:

@@ -118,6 +118,8 @@ def job_fingerprint(config: Config) -> str:
     settings = dataclasses.asdict(config)
     for left_out in ("paths", "logger", "resume", "preflight", "preflight_json", "card"):
         del settings[left_out]
+    if config.paths.init is not None:  # two starts make two jobs; nothing else tells them apart
+        settings["init"] = str(Path(config.paths.init).resolve())
     for part in settings["data"]["mixture"]:
         del part["path"]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

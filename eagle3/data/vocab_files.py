@@ -80,7 +80,7 @@ def load_vocab_map(path: Path | str, draft_size: int, verifier_size: int) -> Voc
     path = Path(path)
     vocab_map = _read(path, draft_size)
     _check_sizes(vocab_map, min(draft_size, verifier_size), verifier_size, path)
-    _check_consistency(vocab_map, path)
+    check_consistency(vocab_map, path)
     return vocab_map
 
 
@@ -92,7 +92,7 @@ def read_vocab_map(path: Path | str) -> VocabMap:
     """
     path = Path(path)
     vocab_map = _read(path, None)
-    _check_consistency(vocab_map, path)
+    check_consistency(vocab_map, path)
     return vocab_map
 
 
@@ -239,7 +239,7 @@ def _check_sizes(vocab_map: VocabMap, draft_size: int, verifier_size: int, path:
         )
 
 
-def _check_consistency(vocab_map: VocabMap, path: Path) -> None:
+def check_consistency(vocab_map: VocabMap, path: Path) -> None:
     """``d2t`` and ``t2d`` name the same ascending ids, else which of the usual mistakes it is."""
     where = f"{path}: key 'd2t'"
     selected, masked = vocab_map.selected, vocab_map.t2d.nonzero().squeeze(1)
