@@ -8,6 +8,7 @@ error with the nearest valid key, and frozen.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import io
@@ -30,8 +31,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from eagle3.config import Config
 from eagle3.errors import ConfigError, UserError
+from eagle3.run_folder import append_failed_job
 
 CONFIG_NAME = "train"
+_INTERRUPTED = 128 + signal.SIGINT
 _LIST_KEYS = "python -m eagle3.train --cfg job"
 
 
@@ -111,11 +114,18 @@ def save_config(config: Config, path: Path) -> None:
     OmegaConf.save(OmegaConf.structured(config), path)
 
 
-def entry_point(job: Callable[[Config, Job], float | None]) -> int:
+def entry_point(
+    job: Callable[[Config, Job], float | None], after_sweep: Callable[[Path], None] | None = None
+) -> int:
     """Compose the configuration from the command line and run ``job`` on it, once per sweep job.
 
     A :class:`UserError` is printed as one message without traceback (exit code 2), any other
-    exception with its traceback (exit code 1). In a sweep the jobs after a failed one still run.
+    exception with its traceback (exit code 1). In a sweep the jobs after a failed one still run,
+    and the exit code is that of the first that failed.
+
+    Args:
+        after_sweep: called with the sweep's folder when its last job has ended, failed or not; not
+            when a signal ended the sweep. Its own errors are printed and change no exit code.
 
     Returns:
         The exit code for ``sys.exit``.
@@ -125,18 +135,41 @@ def entry_point(job: Callable[[Config, Job], float | None]) -> int:
     main = hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
     sys.argv[1:] = _options_first(sys.argv[1:])
+    sweep_dirs: set[Path] = set()
+
+    def run(composed: DictConfig) -> float | None:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            sweep_dirs.add(Path(HydraConfig.get().sweep.dir).resolve())
+        return _run_job(job, composed)
+
+    code = _exit_code(main(run))
+    if after_sweep is not None and code != _INTERRUPTED:
+        for sweep_dir in sweep_dirs:
+            _report_sweep(after_sweep, sweep_dir)
+    return code
+
+
+def _exit_code(main: Callable[[], None]) -> int:
+    """Run what Hydra has wrapped, and print the error that comes out."""
     try:
         _refuse_sweep_inside_ranks()
-        main(lambda composed: _run_job(job, composed))()
+        main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return _INTERRUPTED
     except (UserError, JobFailedError) as error:
         return report_error(error)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         # the job's own errors never come out here, so these are about the composition
         return report_error(ConfigError(_composition_message(error)))
     return 0
+
+
+def _report_sweep(after_sweep: Callable[[Path], None], sweep_dir: Path) -> None:
+    try:
+        after_sweep(sweep_dir)
+    except Exception as error:  # the jobs have done their work, whatever their summary comes to
+        report_error(error)
 
 
 def print_lines_at_once() -> None:
@@ -178,22 +211,37 @@ def _options_first(arguments: list[str]) -> list[str]:
 
 def _run_job(job: Callable[[Config, Job], float | None], composed: DictConfig) -> float | None:
     choices = HydraConfig.get()
-    sweep = choices.mode == RunMode.MULTIRUN
+    sweep_dir = Path(choices.sweep.dir).resolve() if choices.mode == RunMode.MULTIRUN else None
+    config: Config | None = None
     try:
-        return job(
-            to_config(composed),
-            Job(
-                sweep_dir=Path(choices.sweep.dir).resolve() if sweep else None,
-                experiment=choices.runtime.choices.get("experiment"),
-            ),
-        )
+        config = to_config(composed)
+        return job(config, Job(sweep_dir, choices.runtime.choices.get("experiment")))
     except SystemExit as stop:
         # Lightning answers SIGTERM with a SystemExit that has no code, which would mean success
         raise SystemExit(128 + signal.SIGTERM if stop.code is None else stop.code) from None
     except Exception as error:
         code = report_error(error)
+        if sweep_dir is None:
+            raise SystemExit(code) from None
+        _record_failure(sweep_dir, error, config)
         # Hydra collects exceptions of a sweep's jobs and goes on; SystemExit ends a single run
-        raise (JobFailedError(code) if sweep else SystemExit(code)) from None
+        raise JobFailedError(code) from None
+
+
+def _record_failure(sweep_dir: Path, error: Exception, config: Config | None) -> None:
+    resolved = None
+    if config is not None:
+        resolved = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert resolved is None or isinstance(resolved, dict)
+    choices = HydraConfig.get()
+    with contextlib.suppress(OSError):  # a full disk, which may be the very error
+        append_failed_job(
+            sweep_dir,
+            number=choices.job.num,
+            error=error,
+            overrides=choices.overrides.task,
+            config=resolved,
+        )
 
 
 def _refuse_sweep_inside_ranks() -> None:

@@ -1,19 +1,28 @@
 """What a run leaves for people: ``summary.json``, ``curves.png``, five lines on how good it is.
 
-All of it is computed from ``metrics.csv`` and a few facts, as plain values.
+All of it is computed from ``metrics.csv`` and a few facts, as plain values. As a command,
+``python -m eagle3.report RUN`` draws the curves of one run again and writes ``summary.md`` beside
+them; a sweep folder or several run folders are compared in ``sweep_summary.{csv,md,png}``.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eagle3.curves import References, draw_curves
+from eagle3.errors import ConfigError, UserError
+from eagle3.reporting.jobs import JobResult, find_jobs, is_run_folder
+from eagle3.reporting.sweep import NAME, write_sweep_summary
 from eagle3.run_folder import (
     CURVES_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
     SUMMARY_FILE,
     X_AXIS,
     Rows,
@@ -59,6 +68,79 @@ class Facts:
 
 _TIE = 0.005
 """Relative difference of acceptance lengths that is no victory."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Report on folders and print the Markdown.
+
+    Returns:
+        0, or 2 for wrong arguments or a folder that holds nothing to report on.
+    """
+    parser = argparse.ArgumentParser(prog="python -m eagle3.report", description=__doc__)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_OR_SWEEP")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where the files go (the folder itself; the current one for several folders)",
+    )
+    args = parser.parse_args(arguments)
+    try:
+        print(report(args.folders, args.out))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(folders: Sequence[Path], out: Path | None = None) -> str:
+    """Write the report on one run, or the comparison of several; returns its Markdown.
+
+    Raises:
+        ConfigError: a folder is neither a run nor a sweep, or the only run has logged nothing.
+    """
+    single = len(folders) == 1
+    out = out or (folders[0] if single else Path())
+    if single and is_run_folder(folders[0]):
+        return _report_run(folders[0], out)
+    text = write_sweep_summary(folders, out)
+    return f"{text}\nwritten: {out / NAME}.{{csv,md,png}}"
+
+
+def _report_run(run_dir: Path, out: Path) -> str:
+    (job,) = find_jobs(run_dir)
+    if not job.rows:
+        raise ConfigError(
+            f"no metrics in {run_dir / METRICS_FILE}: expected a run that has logged a step; give "
+            "another folder, or wait for the first rows"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    references = job.figures.get("references", {})
+    draw_curves(job.rows, out / CURVES_FILE, title=job.name, references=references)
+    text = run_markdown(job)
+    (out / REPORT_FILE).write_text(text, encoding="utf-8")
+    return f"{text}\nwritten: {out / REPORT_FILE}, {out / CURVES_FILE}"
+
+
+def run_markdown(job: JobResult) -> str:
+    """Verdict, figures and curves of one run; of an unfinished one, the figures so far."""
+    ended = "exit_reason" in job.figures
+    lines = verdict(job.figures) if ended else [f"{job.exit_reason}: figures so far"]
+    plain = {k: v for k, v in job.figures.items() if not isinstance(v, Mapping | list)}
+    return "\n".join(
+        [
+            f"# {job.name}",
+            "",
+            *(f"- {line}" for line in lines),
+            "",
+            "| figure | value |",
+            "| --- | --- |",
+            *(f"| {name} | {'-' if value is None else value} |" for name, value in plain.items()),
+            "",
+            f"![curves]({CURVES_FILE})",
+            "",
+        ]
+    )
 
 
 def write_report(run_dir: Path, facts: Facts) -> dict[str, Any]:
@@ -224,3 +306,7 @@ def _next_step(summary: Mapping[str, Any]) -> str:
 
 def _count(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

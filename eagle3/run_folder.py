@@ -16,6 +16,9 @@ PROVENANCE_FILE = "provenance.json"
 METRICS_FILE = "metrics.csv"
 SUMMARY_FILE = "summary.json"
 CURVES_FILE = "curves.png"
+REPORT_FILE = "summary.md"
+FAILED_JOBS_FILE = "failed_jobs.jsonl"
+"""In a sweep folder: one line for each job that raised an error."""
 
 FINISHED, MAX_STEPS, EARLY_STOP = "finished", "max_steps", "early_stop"
 COMPLETE = (FINISHED, MAX_STEPS, EARLY_STOP)
@@ -69,6 +72,40 @@ def write_json(run_dir: Path, name: str, content: Mapping[str, Any]) -> None:
     """Write a file for :func:`read_json`; a number that is not finite becomes null."""
     plain = {key: _plain(value) for key, value in content.items()}
     (run_dir / name).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+
+
+def append_failed_job(
+    sweep_dir: Path,
+    *,
+    number: int,
+    error: Exception,
+    overrides: Sequence[str],
+    config: Mapping[Any, Any] | None,
+) -> None:
+    """Keep what is known about a failed job, which may have come to no run folder.
+
+    Args:
+        number: place of the job in the sweep, from 0.
+        config: resolved, as in ``config.yaml``; null when it was refused.
+    """
+    record = {
+        "number": number,
+        "exit_reason": f"error: {type(error).__name__}",
+        "message": " ".join(str(error).split()),
+        "overrides": list(overrides),
+        "config": config,
+    }
+    sweep_dir.mkdir(parents=True, exist_ok=True)
+    with (sweep_dir / FAILED_JOBS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_failed_jobs(sweep_dir: Path) -> list[dict[str, Any]]:
+    """Records of :func:`append_failed_job`; no file, no record."""
+    path = sweep_dir / FAILED_JOBS_FILE
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _plain(value: Any) -> Any:

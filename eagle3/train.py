@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from eagle3.checks import check, check_paths, device_count
 from eagle3.compose import Job, JobFailedError, entry_point
@@ -42,5 +43,14 @@ def _train_on_ranks(config: Config, job: Job) -> float:
     return 0.0 if best is None else float(best)
 
 
+def report_sweep(sweep_dir: Path) -> None:
+    """Write ``sweep_summary.*`` into the sweep's folder and print its best line."""
+    from eagle3.reporting.sweep import NAME, write_sweep_summary  # draws, which imports a lot
+
+    lines = write_sweep_summary([sweep_dir], sweep_dir).splitlines()
+    print(*(line for line in lines if line.startswith("best:")), sep="\n")
+    print(f"sweep:    {sweep_dir / NAME}.md")
+
+
 if __name__ == "__main__":
-    sys.exit(entry_point(train))
+    sys.exit(entry_point(train, report_sweep))

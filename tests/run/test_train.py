@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from tests.tiny_run import TinyWorld, clean_environment, make_world, some_docume
 
 pytestmark = pytest.mark.ddp
 
+SWEEP_FILES = {f"sweep_summary.{ending}" for ending in ("csv", "md", "png")}
 SHORT = ("max_seq_len=16", "epochs=1", "data.val_ratio=0.3")
 
 
@@ -42,7 +44,8 @@ def test_a_sweep_of_two_jobs_on_two_ranks_each(world: TinyWorld) -> None:
     world.run("-m", "seed=1,2", "trainer.devices=2", *SHORT)
     (sweep,) = (world.root / "runs").iterdir()
     jobs = sorted(path for path in sweep.iterdir() if path.is_dir())
-    assert {path.name for path in sweep.iterdir()} == {"multirun.yaml", *(job.name for job in jobs)}
+    names = {path.name for path in sweep.iterdir()}
+    assert names == {"multirun.yaml", *SWEEP_FILES, *(job.name for job in jobs)}
     assert len(jobs) == 2
     for job in jobs:
         assert_finished(job)
@@ -62,6 +65,16 @@ def test_a_job_that_fails_does_not_take_the_next_one_along(world: TinyWorld) -> 
     (sweep,) = (world.root / "runs").iterdir()
     (job,) = (path for path in sweep.iterdir() if path.is_dir())
     assert_finished(job)
+    assert f"sweep:    {sweep / 'sweep_summary.md'}" in done.stdout
+    assert "best: `lr=0.01`: " in done.stdout
+    with (sweep / "sweep_summary.csv").open() as file:
+        finished, failed = csv.DictReader(file)
+    best = read_json(job, "summary.json")["best/acceptance_replay"]
+    assert finished["run"] == job.name
+    assert float(finished["best/acceptance_replay"]) == best
+    assert (failed["run"], failed["lr"]) == ("job 0", "-1.0")
+    assert failed["exit_reason"] == "error: ConfigError"
+    assert "lr=-1.0" in failed["message"]
 
 
 def torchrun(world: TinyWorld, *overrides: str) -> subprocess.CompletedProcess[str]:
