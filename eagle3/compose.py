@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import hydra
 import yaml  # type: ignore[import-untyped]
@@ -33,9 +34,29 @@ from eagle3.config import Config
 from eagle3.errors import ConfigError, UserError
 from eagle3.run_folder import append_failed_job
 
-CONFIG_NAME = "train"
 _INTERRUPTED = 128 + signal.SIGINT
-_LIST_KEYS = "python -m eagle3.train --cfg job"
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Command(Generic[C]):
+    """An entry point: ``python -m eagle3.NAME``, configured by ``conf/NAME.yaml``."""
+
+    name: str
+    schema: type[C]
+    """Frozen dataclass of every key; the first default of ``conf/NAME.yaml`` is its tree."""
+
+    @property
+    def schema_name(self) -> str:
+        return "schema" if self.schema is Config else f"{self.name}_schema"
+
+    @property
+    def source(self) -> str:
+        """File that says type, unit and meaning of every key."""
+        return f"{self.schema.__module__.replace('.', '/')}.py"
+
+
+TRAIN = Command("train", Config)
 
 
 @dataclass(frozen=True)
@@ -63,31 +84,36 @@ def conf_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
-def register_schema() -> None:
-    """Give Hydra the schema's defaults as the plain config ``schema``."""
-    defaults = OmegaConf.to_container(OmegaConf.structured(Config), enum_to_str=True)
-    ConfigStore.instance().store(name="schema", node=defaults, provider="eagle3")
+def register_schema(command: Command[C] = TRAIN) -> None:  # type: ignore[assignment]
+    """Give Hydra the schema's defaults as the plain config that ``conf/NAME.yaml`` begins with."""
+    defaults = OmegaConf.to_container(OmegaConf.structured(command.schema), enum_to_str=True)
+    ConfigStore.instance().store(name=command.schema_name, node=defaults, provider="eagle3")
 
 
 def to_config(composed: DictConfig) -> Config:
+    """:func:`to_schema` for the configuration of a training run."""
+    return to_schema(composed, TRAIN)
+
+
+def to_schema(composed: DictConfig, command: Command[C]) -> C:
     """Check a composed tree against the schema and freeze it.
 
     Raises:
         ConfigError: an unknown key, a wrong type, or an interpolation that does not resolve.
     """
-    schema = OmegaConf.structured(Config)
+    schema = OmegaConf.structured(command.schema)
     valid = set(_dotted_keys(schema))
     for key in _dotted_keys(composed):
         if key not in valid:
-            raise _unknown_key(key)
+            raise _unknown_key(key, command)
     _thaw(schema)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(schema, composed))
     except (ConfigKeyError, ConfigAttributeError) as error:
-        raise _unknown_key(str(error.full_key)) from error
+        raise _unknown_key(str(error.full_key), command) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(_wrong_value(error)) from error
-    assert isinstance(config, Config)
+        raise ConfigError(_wrong_value(error, command)) from error
+    assert isinstance(config, command.schema)
     return config
 
 
@@ -95,7 +121,7 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
     """What the command line composes from ``overrides``, for notebooks, scripts and tests."""
     register_schema()
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose(CONFIG_NAME, list(overrides)))
+        return to_config(hydra.compose(TRAIN.name, list(overrides)))
 
 
 def load_config(path: Path) -> Config:
@@ -115,7 +141,9 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def entry_point(
-    job: Callable[[Config, Job], float | None], after_sweep: Callable[[Path], None] | None = None
+    job: Callable[[C, Job], float | None],
+    after_sweep: Callable[[Path], None] | None = None,
+    command: Command[C] = TRAIN,  # type: ignore[assignment]
 ) -> int:
     """Compose the configuration from the command line and run ``job`` on it, once per sweep job.
 
@@ -126,13 +154,14 @@ def entry_point(
     Args:
         after_sweep: called with the sweep's folder when its last job has ended, failed or not; not
             when a signal ended the sweep. Its own errors are printed and change no exit code.
+        command: whose configuration this is; also other commands may take that of training.
 
     Returns:
         The exit code for ``sys.exit``.
     """
     print_lines_at_once()
-    register_schema()
-    main = hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")
+    register_schema(command)
+    main = hydra.main(config_path=str(conf_dir()), config_name=command.name, version_base="1.3")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
     sys.argv[1:] = _options_first(sys.argv[1:])
     sweep_dirs: set[Path] = set()
@@ -140,16 +169,16 @@ def entry_point(
     def run(composed: DictConfig) -> float | None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             sweep_dirs.add(Path(HydraConfig.get().sweep.dir).resolve())
-        return _run_job(job, composed)
+        return _run_job(job, composed, command)
 
-    code = _exit_code(main(run))
+    code = _exit_code(main(run), command)
     if after_sweep is not None and code != _INTERRUPTED:
         for sweep_dir in sweep_dirs:
             _report_sweep(after_sweep, sweep_dir)
     return code
 
 
-def _exit_code(main: Callable[[], None]) -> int:
+def _exit_code(main: Callable[[], None], command: Command[C]) -> int:
     """Run what Hydra has wrapped, and print the error that comes out."""
     try:
         _refuse_sweep_inside_ranks()
@@ -161,7 +190,7 @@ def _exit_code(main: Callable[[], None]) -> int:
         return report_error(error)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         # the job's own errors never come out here, so these are about the composition
-        return report_error(ConfigError(_composition_message(error)))
+        return report_error(ConfigError(_composition_message(error, command)))
     return 0
 
 
@@ -209,12 +238,14 @@ def _options_first(arguments: list[str]) -> list[str]:
     return [a for a in arguments if a not in overrides] + overrides
 
 
-def _run_job(job: Callable[[Config, Job], float | None], composed: DictConfig) -> float | None:
+def _run_job(
+    job: Callable[[C, Job], float | None], composed: DictConfig, command: Command[C]
+) -> float | None:
     choices = HydraConfig.get()
     sweep_dir = Path(choices.sweep.dir).resolve() if choices.mode == RunMode.MULTIRUN else None
-    config: Config | None = None
+    config: C | None = None
     try:
-        config = to_config(composed)
+        config = to_schema(composed, command)
         return job(config, Job(sweep_dir, choices.runtime.choices.get("experiment")))
     except SystemExit as stop:
         # Lightning answers SIGTERM with a SystemExit that has no code, which would mean success
@@ -228,7 +259,7 @@ def _run_job(job: Callable[[Config, Job], float | None], composed: DictConfig) -
         raise JobFailedError(code) from None
 
 
-def _record_failure(sweep_dir: Path, error: Exception, config: Config | None) -> None:
+def _record_failure(sweep_dir: Path, error: Exception, config: object | None) -> None:
     resolved = None
     if config is not None:
         resolved = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
@@ -289,20 +320,22 @@ def _nearest(key: str, candidates: list[str]) -> str:
     return max(candidates, key=likeness)
 
 
-def _unknown_key(key: str) -> ConfigError:
-    valid = [*_dotted_keys(OmegaConf.structured(Config)), "name", "path", "weight"]
+def _unknown_key(key: str, command: Command[C]) -> ConfigError:
+    valid = list(_dotted_keys(OmegaConf.structured(command.schema)))
+    if command.schema is Config:
+        valid += ["name", "path", "weight", *_groups()]
     return ConfigError(
-        f"unknown key '{key}'; the nearest valid key is '{_nearest(key, valid + _groups())}'. "
-        f"All keys: {_LIST_KEYS}"
+        f"unknown key '{key}'; the nearest valid key is '{_nearest(key, valid)}'. "
+        f"All keys: python -m eagle3.{command.name} --cfg job"
     )
 
 
-def _wrong_value(error: OmegaConfBaseException) -> str:
+def _wrong_value(error: OmegaConfBaseException, command: Command[C]) -> str:
     key = f"{error.full_key}: " if error.full_key else ""
-    return f"{key}{str(error).splitlines()[0]}. Types and units of all keys: eagle3/config.py"
+    return f"{key}{str(error).splitlines()[0]}. Types and units of all keys: {command.source}"
 
 
-def _composition_message(error: Exception) -> str:
+def _composition_message(error: Exception, command: Command[C]) -> str:
     """What went wrong before the job began, in one or two lines."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
@@ -314,7 +347,7 @@ def _composition_message(error: Exception) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and cause.full_key:
-            return str(_unknown_key(str(cause.full_key)))
+            return str(_unknown_key(str(cause.full_key), command))
         cause = cause.__cause__
     if isinstance(error, OverrideParseException):
         return (
@@ -322,5 +355,5 @@ def _composition_message(error: Exception) -> str:
             "brackets, commas or = twice: 'paths.output=\"/tmp/a=b\"'"
         )
     if isinstance(error, OmegaConfBaseException):
-        return _wrong_value(error)
+        return _wrong_value(error, command)
     return str(error)
