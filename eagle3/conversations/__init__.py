@@ -1,0 +1,1 @@
+"""Conversations: from files of prompts and chats to token ids with a loss mask."""
