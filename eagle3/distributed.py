@@ -21,6 +21,7 @@ from lightning.fabric.plugins.environments import (
     LightningEnvironment,
     TorchElasticEnvironment,
 )
+from lightning.pytorch.strategies import DDPStrategy
 
 from eagle3.checks import device_count
 from eagle3.compose import Job
@@ -36,6 +37,8 @@ Usual causes and remedies:
   - a wrong network interface: export GLOO_SOCKET_IFNAME=eth0 (for NCCL: NCCL_SOCKET_IFNAME)
   - a rank did not start, or died before this point: read the messages of the other ranks
   - a slow machine: trainer.all_reduce_timeout_s=300"""
+_BUCKET_MB = 256
+"""MiB of gradients that ranks exchange at once."""
 _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited")
 """What gloo and NCCL say when the process at the other end is gone."""
 
@@ -103,9 +106,20 @@ def placement(config: Config) -> dict[str, Any]:
         "accelerator": accelerator,
         "devices": devices if accelerator == "gpu" else device_count(devices),
         "num_nodes": ranks.num_nodes,
-        "strategy": "ddp" if ranks.world_size > 1 else "auto",
+        "strategy": _strategy() if ranks.world_size > 1 else "auto",
         "use_distributed_sampler": False,  # the plan of the data module knows its rank
     }
+
+
+def _strategy() -> DDPStrategy:
+    """Gradients are views of the buckets, which saves a copy of all of them.
+
+    A layer that is unrolled S times has its gradients only at the end of the backward pass, so
+    small buckets would overlap nothing and cost more messages.
+    """
+    return DDPStrategy(
+        gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=_BUCKET_MB
+    )
 
 
 def cluster_environment() -> ClusterEnvironment:

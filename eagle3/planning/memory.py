@@ -119,7 +119,9 @@ def plan(
     step = Step.of_config(config, pack)
     ranks = device_count(config.trainer.devices) if world_size is None else world_size
     packs = accumulated_packs(config, ranks)
-    alive = phases(step) + (later_phases(step) if packs > 1 else [])
+    # with several packs gradients gather outside of the buckets until the last is backpropagated
+    alive = phases(step, in_buckets=ranks > 1 and packs == 1)
+    alive += later_phases(step) if packs > 1 else []
     peak = max(alive, key=lambda phase: phase.total)
     share = _HEAP_MARGIN_SHARE if step.on_cpu else _CARD_MARGIN_SHARE
     fixed = 0 if step.on_cpu else _CARD_MARGIN_BYTES
@@ -177,6 +179,9 @@ def _resident(config: Config, step: Step, world_size: int, packs: int) -> tuple[
         Amount("weights", sizes.trained * FLOAT32 + frozen_head),
         Amount("verifier: embeddings and heads", embeddings + heads),
         Amount("optimizer states", _optimizer_bytes(config, sizes)),
+        Amount(
+            "weights of the start", sizes.trained * FLOAT32 if config.optim.pull_to_start else 0
+        ),
         Amount("buckets that ranks exchange", sizes.trained * FLOAT32 if world_size > 1 else 0),
         Amount("packs", held * pack),
         Amount("aux states with noise", aux_values * FLOAT32),

@@ -43,9 +43,16 @@ class Phase:
         return self.activations + self.gradients + self.loss + self.temporaries
 
 
-def phases(step: Step) -> list[Phase]:
-    """In the order of time, for the first pack of an optimizer step."""
-    return [*_until_end(step), _end(step)]
+def phases(step: Step, *, in_buckets: bool = False) -> list[Phase]:
+    """In the order of time, for the first pack of an optimizer step.
+
+    Args:
+        in_buckets: gradients end in the buckets that ranks exchange, which are counted elsewhere.
+    """
+    end = _end(step)
+    if in_buckets:
+        end = replace(end, gradients=end.gradients - Parameters(step.model).trained * FLOAT32)
+    return [*_until_end(step), end]
 
 
 def later_phases(step: Step) -> list[Phase]:

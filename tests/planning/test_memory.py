@@ -174,6 +174,8 @@ def test_resident_parts_of_a_large_drafter() -> None:
     assert parts["weights"] == pytest.approx(4.76, abs=0.02)
     assert parts["optimizer states"] == pytest.approx(2 * parts["weights"])
     assert parts["buckets that ranks exchange"] == parts["weights"]
+    one, four = (plan(a_config(), world_size=ranks).peak for ranks in (1, 4))
+    assert four.total <= one.total, "gradients are views of the buckets"
     assert parts["packs"] == pytest.approx(4096 * 4 * 7168 * 2 / 1e9, rel=1e-2)
     assert parts["verifier: embeddings and heads"] == pytest.approx(2.81, abs=0.01)
 
