@@ -67,6 +67,8 @@ class Job:
     """Folder of the sweep this job belongs to; null: a single run."""
     experiment: str | None = None
     """Chosen option of ``conf/experiment``."""
+    overrides: tuple[str, ...] = ()
+    """As given on the command line."""
 
 
 class JobFailedError(Exception):
@@ -246,7 +248,8 @@ def _run_job(
     config: C | None = None
     try:
         config = to_schema(composed, command)
-        return job(config, Job(sweep_dir, choices.runtime.choices.get("experiment")))
+        given = tuple(str(override) for override in choices.overrides.task)
+        return job(config, Job(sweep_dir, choices.runtime.choices.get("experiment"), given))
     except SystemExit as stop:
         # Lightning answers SIGTERM with a SystemExit that has no code, which would mean success
         raise SystemExit(128 + signal.SIGTERM if stop.code is None else stop.code) from None

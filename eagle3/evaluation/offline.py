@@ -1,0 +1,41 @@
+"""A drafter on held-out shards as a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from eagle3.checks import check, check_paths
+from eagle3.evaluation.config import EvaluateConfig
+from eagle3.evaluation.held_out import HeldOut, evaluate_held_out
+from eagle3.evaluation.report import Report
+from eagle3.evaluation.settings import evaluation_config
+
+_PREFIX = "val/full_acc/"
+
+
+def evaluate_drafter(
+    settings: EvaluateConfig, overrides: Sequence[str], out: Path, say: Callable[[str], None]
+) -> Report:
+    """Judge ``ckpt`` or ``head`` on held-out shards.
+
+    Args:
+        overrides: of the command line.
+        out: see :func:`eagle3.evaluation.held_out.evaluate_held_out`.
+    """
+    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    config = evaluation_config(settings, keys)
+    check(config)
+    check_paths(config)
+    found = evaluate_held_out(config, out, say)
+    return _report(f"{settings.ckpt or settings.head} on held-out shards", found)
+
+
+def _report(title: str, found: HeldOut) -> Report:
+    first = "val/acceptance_replay"
+    figures = {first: found.figures[first], **found.figures}
+    report = Report(title, figures, found.references)
+    names = sorted(name for name in figures if name.startswith(_PREFIX))
+    report.by_position["held-out rows"] = tuple(figures[name] for name in names)
+    report.details["documents"] = found.num_documents
+    return report
