@@ -1,5 +1,7 @@
 # make demo   train a drafter for a real verifier, from nothing, on two CPU cores
 # make test   lint, types and tests
+# make soak   twenty random kills of real runs, ten minutes; FILE=kills.csv keeps them
+# make rehearsal   the whole path of kimi_100k on CPU, killed and resumed; EXPERIMENT=name for another
 # make gpu-check   what only a CUDA device can tell, into gpu_report.txt
 # All make .venv and install on the first call. Another interpreter: make test PYTHON=python3.12
 PYTHON ?= python3
@@ -9,7 +11,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test gpu-check install clean
+.PHONY: demo test rehearsal soak gpu-check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m eagle3.train experiment=smollm2_quickstart
@@ -19,6 +21,12 @@ test: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.soak $(if $(FILE),--out $(FILE))
+
+rehearsal: $(INSTALLED)
+	$(BIN)/python -m eagle3.rehearsal experiment=$(or $(EXPERIMENT),kimi_100k)
 
 gpu-check: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_check.py --out gpu_report.txt

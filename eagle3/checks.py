@@ -164,6 +164,7 @@ def _name(config: Config) -> Iterator[str]:
 def _ranges(config: Config) -> Iterator[str]:
     c, data, optim, val = config, config.data, config.optim, config.val
     decay, rope = config.loss.step_loss_decay, config.model.rope
+    health, pull = config.health, optim.pull_to_start
     for key, value, allowed, fits in (
         ("lr", c.lr, "> 0 and finite", 0 < c.lr < math.inf),
         ("epochs", c.epochs, ">= 1", c.epochs >= 1),
@@ -193,6 +194,10 @@ def _ranges(config: Config) -> Iterator[str]:
         ("val.max_seq_len", val.max_seq_len, ">= 2", val.max_seq_len >= 2),
         ("val.every_steps", val.every_steps, ">= 1 or null", _at_least_one(val.every_steps)),
         ("val.patience", val.patience, ">= 1", val.patience >= 1),
+        ("optim.pull_to_start", optim.pull_to_start, ">= 0 and finite", 0 <= pull < math.inf),
+        ("health.stall_minutes", health.stall_minutes, "> 0", health.stall_minutes > 0),
+        ("health.grad_norm_factor", health.grad_norm_factor, "> 1", health.grad_norm_factor > 1),
+        ("health.heartbeat_s", health.heartbeat_s, "> 0", health.heartbeat_s > 0),
     ):
         if not fits:
             yield f"{key}={value}: expected a value {allowed}"
@@ -331,6 +336,21 @@ def _trainer(config: Config) -> Iterator[str]:
         yield f"trainer.all_reduce_timeout_s={trainer.all_reduce_timeout_s}: expected seconds > 0"
 
 
+def _pull(config: Config) -> Iterator[str]:
+    if config.optim.pull_to_start > 0 and config.paths.init is None:
+        yield (
+            f"optim.pull_to_start={config.optim.pull_to_start} and paths.init is not set: give "
+            f"{_HOW_TO_SET['init']} to be pulled to, also when the run goes on, or 0"
+        )
+
+
+def _rehearsal(config: Config) -> Iterator[str]:
+    for key in ("width_divisor", "samples", "epochs", "checkpoint_every_steps"):
+        if getattr(config.rehearsal, key) < 1:
+            found = getattr(config.rehearsal, key)
+            yield f"rehearsal.{key}={found}: expected a value >= 1"
+
+
 def _early_stop(config: Config) -> Iterator[str]:
     metric = config.val.early_stop
     if metric is not None and metric not in STOP_METRICS:
@@ -350,5 +370,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _compile,
     _aux_layers,
     _trainer,
+    _pull,
     _early_stop,
+    _rehearsal,
 )

@@ -9,30 +9,37 @@ error with the nearest valid key, and frozen.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import io
+import logging
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import hydra
 import yaml  # type: ignore[import-untyped]
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from eagle3.config import Config
+from eagle3.config_tree import dotted_keys, nearest, thaw
 from eagle3.errors import ConfigError, UserError
-from eagle3.run_folder import append_failed_job
+from eagle3.launch import end_with_launcher
+from eagle3.pool.job import OPTION, PoolJob
+from eagle3.run_folder import append_failed_job, read_failed_jobs
+from eagle3.sweep_options import OPTIONS
 
 _INTERRUPTED = 128 + signal.SIGINT
 C = TypeVar("C")
@@ -69,6 +76,18 @@ class Job:
     """Chosen option of ``conf/experiment``."""
     overrides: tuple[str, ...] = ()
     """As given on the command line."""
+    number: int = 0
+    """Place in the sweep, from 0."""
+
+
+class NoteSweep(Callback):
+    """Keeps the folder of the sweep that this process runs, whichever launcher runs its jobs."""
+
+    folders: ClassVar[list[Path]] = []
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Hydra calls this before the first job."""
+        self.folders.append(Path(config.hydra.sweep.dir).resolve())
 
 
 class JobFailedError(Exception):
@@ -89,7 +108,14 @@ def conf_dir() -> Path:
 def register_schema(command: Command[C] = TRAIN) -> None:  # type: ignore[assignment]
     """Give Hydra the schema's defaults as the plain config that ``conf/NAME.yaml`` begins with."""
     defaults = OmegaConf.to_container(OmegaConf.structured(command.schema), enum_to_str=True)
-    ConfigStore.instance().store(name=command.schema_name, node=defaults, provider="eagle3")
+    assert isinstance(defaults, dict)
+    callback = {"_target_": f"{__name__}.{NoteSweep.__name__}"}
+    defaults["hydra"] = {"callbacks": {"note_sweep": callback}}
+    store = ConfigStore.instance()
+    store.store(name=command.schema_name, node=defaults, provider="eagle3")
+    Plugins.instance()  # imports the plugins, so that none of them stores its option after ours
+    for (group, name), option in OPTIONS.items():
+        store.store(name=name, group=group, node=option, provider="eagle3")
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -104,11 +130,11 @@ def to_schema(composed: DictConfig, command: Command[C]) -> C:
         ConfigError: an unknown key, a wrong type, or an interpolation that does not resolve.
     """
     schema = OmegaConf.structured(command.schema)
-    valid = set(_dotted_keys(schema))
-    for key in _dotted_keys(composed):
+    valid = set(dotted_keys(schema))
+    for key in dotted_keys(composed):
         if key not in valid:
             raise _unknown_key(key, command)
-    _thaw(schema)
+    thaw(schema)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(schema, composed))
     except (ConfigKeyError, ConfigAttributeError) as error:
@@ -162,22 +188,50 @@ def entry_point(
         The exit code for ``sys.exit``.
     """
     print_lines_at_once()
+    if sys.argv[1:2] == [OPTION]:
+        return _run_pool_job(job, Path(sys.argv[2]), command)
     register_schema(command)
     main = hydra.main(config_path=str(conf_dir()), config_name=command.name, version_base="1.3")
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # lists its plugins under Optuna
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
     sys.argv[1:] = _options_first(sys.argv[1:])
-    sweep_dirs: set[Path] = set()
+    began = time.time()
 
     def run(composed: DictConfig) -> float | None:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            sweep_dirs.add(Path(HydraConfig.get().sweep.dir).resolve())
-        return _run_job(job, composed, command)
+        return _run_job(job, composed, command, _this_job())
 
+    NoteSweep.folders.clear()
     code = _exit_code(main(run), command)
-    if after_sweep is not None and code != _INTERRUPTED:
-        for sweep_dir in sweep_dirs:
+    for sweep_dir in NoteSweep.folders:
+        if after_sweep is not None:
             _report_sweep(after_sweep, sweep_dir)
+        # a sweeper that goes on after failures does not tell of them
+        failed = [f["code"] for f in read_failed_jobs(sweep_dir) if f["time"] >= began]
+        code = code or next(iter(failed), 0)
     return code
+
+
+def _this_job() -> Job:
+    choices = HydraConfig.get()
+    multirun = choices.mode == RunMode.MULTIRUN
+    return Job(
+        Path(choices.sweep.dir).resolve() if multirun else None,
+        choices.runtime.choices.get("experiment"),
+        tuple(str(override) for override in choices.overrides.task),
+        choices.job.num if multirun else 0,
+    )
+
+
+def _run_pool_job(job: Callable[[C, Job], float | None], path: Path, command: Command[C]) -> int:
+    """One job that ``hydra/launcher=gpu_pool`` has composed; returns the exit code."""
+    end_with_launcher()
+    given = PoolJob.read(path)
+    how = Job(given.sweep_dir, given.experiment, given.overrides, given.number)
+    try:
+        given.keep_value(_run_job(job, OmegaConf.create(given.config), command, how))
+    except JobFailedError as error:
+        return error.code
+    return 0
 
 
 def _exit_code(main: Callable[[], None], command: Command[C]) -> int:
@@ -187,13 +241,26 @@ def _exit_code(main: Callable[[], None], command: Command[C]) -> int:
         main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+        NoteSweep.folders.clear()
         return _INTERRUPTED
-    except (UserError, JobFailedError) as error:
-        return report_error(error)
+    except JobFailedError as error:
+        return error.code
+    except UserError as error:
+        return _refused(error)
+    except RuntimeError as error:
+        if "Unknown plugin class" not in str(error):
+            raise
+        return _refused(ConfigError(f"{error}: pip install 'eagle3[sweeps]' brings it"))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         # the job's own errors never come out here, so these are about the composition
-        return report_error(ConfigError(_composition_message(error, command)))
+        return _refused(ConfigError(_composition_message(error, command)))
     return 0
+
+
+def _refused(error: UserError) -> int:
+    """For a sweep that is wrong as a whole: it had no job that could be reported."""
+    NoteSweep.folders.clear()
+    return report_error(error)
 
 
 def _report_sweep(after_sweep: Callable[[Path], None], sweep_dir: Path) -> None:
@@ -241,40 +308,39 @@ def _options_first(arguments: list[str]) -> list[str]:
 
 
 def _run_job(
-    job: Callable[[C, Job], float | None], composed: DictConfig, command: Command[C]
+    job: Callable[[C, Job], float | None], composed: DictConfig, command: Command[C], how: Job
 ) -> float | None:
-    choices = HydraConfig.get()
-    sweep_dir = Path(choices.sweep.dir).resolve() if choices.mode == RunMode.MULTIRUN else None
     config: C | None = None
     try:
         config = to_schema(composed, command)
-        given = tuple(str(override) for override in choices.overrides.task)
-        return job(config, Job(sweep_dir, choices.runtime.choices.get("experiment"), given))
+        return job(config, how)
     except SystemExit as stop:
         # Lightning answers SIGTERM with a SystemExit that has no code, which would mean success
         raise SystemExit(128 + signal.SIGTERM if stop.code is None else stop.code) from None
     except Exception as error:
         code = report_error(error)
-        if sweep_dir is None:
+        if how.sweep_dir is None:
             raise SystemExit(code) from None
-        _record_failure(sweep_dir, error, config)
+        _record_failure(how.sweep_dir, how, error, code, config)
         # Hydra collects exceptions of a sweep's jobs and goes on; SystemExit ends a single run
         raise JobFailedError(code) from None
 
 
-def _record_failure(sweep_dir: Path, error: Exception, config: object | None) -> None:
+def _record_failure(
+    sweep_dir: Path, how: Job, error: Exception, code: int, config: object | None
+) -> None:
     resolved = None
     if config is not None:
         resolved = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert resolved is None or isinstance(resolved, dict)
-    choices = HydraConfig.get()
     with contextlib.suppress(OSError):  # a full disk, which may be the very error
         append_failed_job(
             sweep_dir,
-            number=choices.job.num,
+            number=how.number,
             error=error,
-            overrides=choices.overrides.task,
+            overrides=how.overrides,
             config=resolved,
+            code=code,
         )
 
 
@@ -286,49 +352,16 @@ def _refuse_sweep_inside_ranks() -> None:
         )
 
 
-def _children(node: DictConfig | ListConfig) -> list[tuple[str, object]]:
-    if node._is_none() or node._is_missing() or node._is_interpolation():
-        return []
-    keys = list(node) if isinstance(node, DictConfig) else range(len(node))
-    return [(str(key), node._get_node(key)) for key in keys]
-
-
-def _dotted_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key, child in _children(node):
-        yield prefix + key
-        if isinstance(child, DictConfig):
-            yield from _dotted_keys(child, f"{prefix}{key}.")
-
-
-def _thaw(node: DictConfig | ListConfig) -> None:
-    """Frozen dataclasses make read-only nodes, each on its own; merging needs them writable."""
-    OmegaConf.set_readonly(node, False)
-    for _, child in _children(node):
-        if isinstance(child, (DictConfig, ListConfig)):
-            _thaw(child)
-
-
 def _groups() -> list[str]:
     return sorted(entry.name for entry in conf_dir().iterdir() if entry.is_dir())
 
 
-def _nearest(key: str, candidates: list[str]) -> str:
-    """The candidate most like ``key``, by its whole path or by its last part."""
-
-    def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
-        last = difflib.SequenceMatcher(None, key.split(".")[-1], candidate.split(".")[-1]).ratio()
-        return max(whole, last)
-
-    return max(candidates, key=likeness)
-
-
 def _unknown_key(key: str, command: Command[C]) -> ConfigError:
-    valid = list(_dotted_keys(OmegaConf.structured(command.schema)))
+    valid = list(dotted_keys(OmegaConf.structured(command.schema)))
     if command.schema is Config:
         valid += ["name", "path", "weight", *_groups()]
     return ConfigError(
-        f"unknown key '{key}'; the nearest valid key is '{_nearest(key, valid)}'. "
+        f"unknown key '{key}'; the nearest valid key is '{nearest(key, valid)}'. "
         f"All keys: python -m eagle3.{command.name} --cfg job"
     )
 
@@ -340,11 +373,13 @@ def _wrong_value(error: OmegaConfBaseException, command: Command[C]) -> str:
 
 def _composition_message(error: Exception, command: Command[C]) -> str:
     """What went wrong before the job began, in one or two lines."""
+    if isinstance(error, MissingConfigException) and "hydra/sweeper/" in str(error):
+        return f"{str(error).splitlines()[0]}: pip install 'eagle3[sweeps]' brings it"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         options = [str(name) for name in error.options]
         return (
-            f"{group}={option} does not exist; the nearest is {group}={_nearest(option, options)}. "
+            f"{group}={option} does not exist; the nearest is {group}={nearest(option, options)}. "
             f"Options of {group}: {', '.join(options)}"
         )
     cause: BaseException | None = error

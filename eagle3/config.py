@@ -31,8 +31,10 @@ from eagle3.names import (
     NormPreset,
     OptimizerName,
     Precision,
+    RankStart,
     ReadMode,
     Recompute,
+    RehearsalPlace,
     RopeType,
     Schedule,
     Switch,
@@ -214,6 +216,8 @@ class OptimConfig:
     """Newton-Schulz iterations that make an update orthogonal."""
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down."""
+    pull_to_start: float = 0.0
+    """Strength of an L2 pull of all weights towards those of ``paths.init``; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +227,8 @@ class TrainerConfig:
     accelerator: Accelerator = Accelerator.auto
     devices: Any = 1
     """A count of cards (processes on CPU), or a list of card numbers such as [4,5,6,7]."""
+    start: RankStart = RankStart.auto
+    """Who starts the processes of several devices."""
     precision: Precision = Precision.auto
     max_steps: int | None = None
     """Stop after so many optimizer steps; null: ``epochs`` decide."""
@@ -256,6 +262,18 @@ class ValConfig:
 
 
 @dataclass(frozen=True)
+class HealthConfig:
+    """What a run watches about itself; nothing of it changes what is trained."""
+
+    stall_minutes: float = 10.0
+    """Without a step or a validation batch for so long, the run warns and writes its stacks."""
+    grad_norm_factor: float = 10.0
+    """A gradient norm of more than so many times the recent median is worth a warning."""
+    heartbeat_s: float = 10.0
+    """Seconds between two writes of ``heartbeat.json``."""
+
+
+@dataclass(frozen=True)
 class LoggerConfig:
     """Weights & Biases; the CSV file is always written."""
 
@@ -276,6 +294,21 @@ class CaptureConfig:
     """Use so many token sequences; null: all."""
     batch_tokens: int = 1024
     """Tokens of one prefill batch, padding included."""
+
+
+@dataclass(frozen=True)
+class RehearsalConfig:
+    """The whole path on a narrow model and made-up states: ``+rehearsal=cpu``."""
+
+    place: RehearsalPlace = RehearsalPlace.off
+    width_divisor: int = 64
+    """Hidden size, MLP and vocabularies are one part in so many; heads and their size share it."""
+    samples: int = 160
+    """Made-up documents, at most."""
+    epochs: int = 2
+    """At most, whatever ``epochs`` is."""
+    checkpoint_every_steps: int = 10
+    """Where ``trainer.checkpoint_every_steps`` is null: so short a run saves by no clock."""
 
 
 @dataclass(frozen=True)
@@ -311,4 +344,6 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     val: ValConfig = field(default_factory=ValConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
+    rehearsal: RehearsalConfig = field(default_factory=RehearsalConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from eagle3.run_folder import Rows, series
+from eagle3.run_folder import X_AXIS, Rows, series
 
 References = Mapping[str, Mapping[str, float]]
 """Cheap drafters on the same rows: name -> {"accuracy": ..., "acceptance": ...}."""
@@ -19,6 +20,7 @@ References = Mapping[str, Mapping[str, float]]
 _TRAIN, _VALIDATION = "#9aa5b1", "#1f5fa8"
 PALETTE = ("#1f5fa8", "#2a9d8f", "#e9a03b", "#d1495b", "#7d5ba6", "#5c6b73", "#b56576")
 _REFERENCE = "#444444"
+_START = {"loss": "val/loss", "accuracy": "val/accuracy", "acceptance": "val/acceptance_replay"}
 _LABEL_GAP = 0.02
 """Relative distance of lines below which their labels would overprint."""
 STYLE = {
@@ -37,10 +39,13 @@ STYLE = {
 def draw_curves(rows: Rows, path: Path, *, title: str, references: References) -> None:
     """Write a PNG with three panels; panels without data say so.
 
+    A drafter that was scored before its first step is drawn as a reference too.
+
     Args:
         rows: as :func:`eagle3.run_folder.read_metrics` returns them.
         references: accuracy and acceptance length of cheap drafters, drawn as dashed lines.
     """
+    references = {**start_reference(rows), **references}
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(15, 4.8), dpi=110, layout="constrained")
         FigureCanvasAgg(figure)
@@ -48,12 +53,22 @@ def draw_curves(rows: Rows, path: Path, *, title: str, references: References) -
         _draw_loss(loss, rows)
         _draw_accuracy(accuracy, rows)
         _draw_acceptance(acceptance, rows)
+        _draw_references(loss, references, "loss")
         _draw_references(accuracy, references, "accuracy")
         _draw_references(acceptance, references, "acceptance")
         for axes, bottom in ((loss, None), (accuracy, 0.0), (acceptance, 1.0)):
             _finish(axes, bottom)
         figure.suptitle(title, fontsize=12)
         figure.savefig(path)
+
+
+def start_reference(rows: Rows) -> dict[str, dict[str, float]]:
+    """The drafter before its first step, by the name ``start``; empty where it was not scored."""
+    for row in rows:
+        found = {figure: row.get(name, math.nan) for figure, name in _START.items()}
+        if row[X_AXIS] == 0 and all(map(math.isfinite, found.values())):
+            return {"start": found}
+    return {}
 
 
 def _draw_loss(axes: Axes, rows: Rows) -> None:

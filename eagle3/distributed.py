@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -117,6 +118,8 @@ def _strategy() -> DDPStrategy:
     A layer that is unrolled S times has its gradients only at the end of the backward pass, so
     small buckets would overlap nothing and cost more messages.
     """
+    # the option that follows it, in torch 2.13, would send every rank the embeddings it has read
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     return DDPStrategy(
         gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=_BUCKET_MB
     )

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning
@@ -21,6 +22,8 @@ from eagle3.callbacks import (
     Throughput,
     ValidationSchedule,
 )
+from eagle3.callbacks.health import Health
+from eagle3.callbacks.health_alerts import AlertKind, Alerts
 from eagle3.callbacks.stop_signals import StopSignals
 from eagle3.callbacks.tables import Tables
 from eagle3.checks import accumulate
@@ -44,6 +47,7 @@ from eagle3.preflighting.command import check_startup
 from eagle3.provenance import Run
 from eagle3.resume import only_process_in
 from eagle3.run_folder import EARLY_STOP, FINISHED, INTERRUPTED, MAX_STEPS, checkpoints
+from eagle3.serving.recorded import export_facts
 from eagle3.slurm import requeue
 
 
@@ -105,7 +109,7 @@ def _fit(config: Config, run: Run, loggers: Loggers, signals: StopSignals) -> fl
         max_epochs=inputs.epochs,
         max_steps=config.trainer.max_steps or -1,
         logger=loggers.lightning or False,
-        callbacks=[policy, *build_callbacks(config, run, inputs, schedule)],
+        callbacks=[policy, *build_callbacks(config, run, inputs, schedule, loggers)],
         plugins=[AtomicCheckpointIO(), cluster_environment()],
         log_every_n_steps=config.trainer.log_every_steps,
         default_root_dir=run.directory,
@@ -207,13 +211,22 @@ def checkpoint_policy(
 
 
 def build_callbacks(
-    config: Config, run: Run, inputs: Inputs, schedule: LrSchedule
+    config: Config, run: Run, inputs: Inputs, schedule: LrSchedule, loggers: Loggers
 ) -> list[Callback]:
-    """Throughput, progress and validation; the order matters to progress."""
-    throughput = Throughput(schedule.total_steps, inputs.data.steps_in_epoch(0))
+    """Throughput, progress, health and validation; the order matters to progress."""
+    alerts = Alerts(loggers.wandb_run)
+    throughput = Throughput(
+        schedule.total_steps,
+        inputs.data.steps_in_epoch(0),
+        warn=partial(alerts.send, AlertKind.data_wait),
+    )
     validation = ValidationSchedule(config.val.every_steps, schedule.total_steps)
     tables = Tables(run.directory, decoder(inputs.verifier), inputs.parameters)
-    callbacks = [throughput, Progress(throughput, inputs.epochs), validation, tables]
+    progress = Progress(throughput, inputs.epochs)
+    health = Health(
+        config.health, run.directory, throughput, alerts, clip_norm=config.optim.clip_norm
+    )
+    callbacks = [throughput, progress, health, validation, tables]
     if config.val.early_stop is not None:
         callbacks.append(EarlyStop(config.val.early_stop, config.val.patience))
     return callbacks
@@ -228,6 +241,12 @@ def _provenance(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
         "last_hidden": str(description.last_hidden),
         "data_fingerprint": description.fingerprint,
         "run_id": run.id,
+        **export_facts(
+            inputs.verifier,
+            inputs.data.settings.directories,
+            inputs.data.document_lengths,
+            config.max_seq_len,
+        ),
     }
 
 

@@ -107,7 +107,7 @@ def load_inputs(
         save_vocab_map(run.directory / VOCAB_FILE, vocab, origin)
         held_out = "".join(f"{sample}\n" for sample in data.validation_samples())
         (run.directory / VALIDATION_FILE).write_text(held_out, encoding="ascii")
-    begun_from = None if run.checkpoint is not None else start
+    begun_from = start if run.checkpoint is None else _pulled_to(config)
     drafter, head, parameters = _models(config, paths, vocab, data, precision, begun_from, say)
     for line in table_lines(parameters):
         say(line)
@@ -179,8 +179,17 @@ def _read_start(config: Config, run: Run, say: Say) -> TrainedHead | None:
         return None
     if run.checkpoint is None:
         return read_trained_head(Path(config.paths.init))
-    say(f"paths.init is not used: the run goes on from {run.checkpoint}")
+    role = "is not used" if config.optim.pull_to_start == 0 else "is what weights are pulled to"
+    say(f"paths.init {role}: the run goes on from {run.checkpoint}")
     return read_trained_head(run.checkpoint)
+
+
+def _pulled_to(config: Config) -> TrainedHead | None:
+    """The start that a run which goes on is still pulled to; Lightning loads its weights later."""
+    if config.optim.pull_to_start == 0:
+        return None
+    assert config.paths.init is not None
+    return read_trained_head(Path(config.paths.init))
 
 
 def _vocab_map(

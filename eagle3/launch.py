@@ -47,11 +47,11 @@ def launch_ranks(run_dir: Path, world_size: int, grace_s: float = GRACE_S) -> in
     """
     processes: Processes = []
     try:
-        with _forwarded_signals(processes) as received:
+        with forwarded_signals(processes) as received:
             processes += [_start(run_dir, env) for env in _environments(world_size)]
             failed, code = _wait(processes, received, grace_s)
     finally:
-        _kill(processes)
+        kill_left(processes)
     if received and code != os.EX_TEMPFAIL:
         signal.raise_signal(received[0])  # end, or unwind, as any process does on this signal
     if code < 0:  # a rank that ends by itself has said why, this one could not
@@ -60,7 +60,7 @@ def launch_ranks(run_dir: Path, world_size: int, grace_s: float = GRACE_S) -> in
 
 
 @contextmanager
-def _forwarded_signals(processes: Processes) -> Iterator[list[int]]:
+def forwarded_signals(processes: Processes) -> Iterator[list[int]]:
     """Pass signals on to ``processes``; yields the list of those that came."""
     received: list[int] = []
 
@@ -169,7 +169,7 @@ def _signal_all(processes: Processes, signum: int) -> None:
             process.send_signal(signum)
 
 
-def _kill(processes: Processes) -> None:
+def kill_left(processes: Processes) -> None:
     """Kill what is still there, each rank with the processes of its group."""
     for process in processes:
         if process.poll() is None:

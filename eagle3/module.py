@@ -27,7 +27,7 @@ from eagle3.model.noise import noisy
 from eagle3.model.verifier_head import VerifierHead
 from eagle3.names import Compile, OptimizerName
 from eagle3.objective import StepResult, row_counts, run_pack, step_weights
-from eagle3.optim import LrSchedule, build_optimizer, update_ratio
+from eagle3.optim import LrSchedule, PullToStart, build_optimizer, update_ratio
 
 _UPDATE_PARTS = ("fc", "layer", "lm_head")
 _MAX_SKIPPED_IN_A_ROW = 10
@@ -69,6 +69,9 @@ class DrafterModule(lightning.LightningModule):
         self.provenance = dict(provenance)
         self.tokens_lost = tokens_lost
         self.mix = [(term.name, term.weight) for term in config.loss.mix]
+        self._pull: PullToStart | None = None
+        if config.optim.pull_to_start > 0:  # the drafter still is as paths.init has left it
+            self._pull = PullToStart(drafter, config.optim.pull_to_start)
         self._compile_log: CompileLog | None = None
         if config.compute.compile is Compile.layer:
             compile_layer(drafter.layer)
@@ -88,13 +91,18 @@ class DrafterModule(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Plain values only, so that ``torch.load(weights_only=True)`` reads the file."""
         counters = {name: int(getattr(self, name)) for name in _COUNTERS}
-        checkpoint["eagle3"] = {**self.provenance, "counters": counters}
+        # those of the latest validation; a best checkpoint is saved right after its own
+        logged = self.trainer.callback_metrics.items()
+        metrics = {name: float(value) for name, value in logged if name.startswith("val/")}
+        checkpoint["eagle3"] = {**self.provenance, "counters": counters, "metrics": metrics}
+        if self._pull is not None:
+            checkpoint["eagle3"]["pulled_to"] = self._pull.digest
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on counting, but not with another optimizer, whose state the checkpoint lacks.
 
         Raises:
-            ConfigError: names both optimizers.
+            ConfigError: names both optimizers; or the pull is towards another start.
         """
         # Checkpoints that do not say it are from before there was a choice.
         saved = checkpoint["eagle3"]["config"]["optim"].get("optimizer", OptimizerName.adamw)
@@ -104,6 +112,13 @@ class DrafterModule(lightning.LightningModule):
                 f"optim.optimizer={found}: expected {saved}, with which "
                 f"{self.trainer.ckpt_path} was trained; give optim.optimizer={saved}, or begin a "
                 "new run without resume"
+            )
+        pulled_to = checkpoint["eagle3"].get("pulled_to")
+        if self._pull is not None and pulled_to not in (None, self._pull.digest):
+            raise ConfigError(
+                f"paths.init={self.config.paths.init}: found weights {self._pull.digest}, expected "
+                f"{pulled_to}, to which the run was pulled before: give the drafter that it began "
+                "from"
             )
         for name, count in checkpoint["eagle3"].get("counters", {}).items():
             setattr(self, name, count)
@@ -119,10 +134,11 @@ class DrafterModule(lightning.LightningModule):
                 with self._sync_gradients_at(index == len(packs) - 1):
                     results = self._train_pack(pack, counts)
                 sums += _window_sums(results)
-        self._update_weights(counts)
+        norm = self._update_weights(counts)
         wishes = sums.new_tensor([wish() for wish in self.wishes])
         sums, wanted = self._reduce(torch.cat((sums, wishes))).split((len(sums), len(wishes)))
-        return self._report(window, counts, sums) | {"wanted": (wanted > 0).tolist()}
+        told = {"wanted": (wanted > 0).tolist(), "grad_norm": norm}
+        return self._report(window, counts, sums) | told
 
     def _train_pack(self, pack: PackedBatch, counts: WindowCounts) -> list[StepResult]:
         config = self.config
@@ -147,8 +163,12 @@ class DrafterModule(lightning.LightningModule):
         self.manual_backward(result.loss)
         return result.steps
 
-    def _update_weights(self, counts: WindowCounts) -> None:
-        """Clip, step at the scheduled rate, and leave out a step whose gradient is not finite."""
+    def _update_weights(self, counts: WindowCounts) -> float:
+        """Clip, step at the scheduled rate, leave out a step whose gradient is not finite.
+
+        Returns:
+            The norm of all gradients before clipping.
+        """
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -158,6 +178,8 @@ class DrafterModule(lightning.LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = rate
         finite = norm < float("inf")
+        if self._pull is not None:
+            self._pull.add_to_gradients()
         if finite and int(counts.rows_by_step[0]) > 0:
             optimizer.step()
             self.clipped_steps += norm > limit
@@ -173,6 +195,7 @@ class DrafterModule(lightning.LightningModule):
                 "optim/skipped_steps": float(self.skipped_steps),
             }
         )
+        return norm
 
     def _skip_step(self, finite: bool) -> None:
         """Count and say it; stop when nothing but skipping happens.

@@ -171,6 +171,13 @@ class Accelerator(StrEnum):
     gpu = "gpu"
 
 
+class RankStart(StrEnum):
+    """``auto``: by this program, or by torchrun; ``srun``: each rank is a task of srun."""
+
+    auto = "auto"
+    srun = "srun"
+
+
 class Precision(StrEnum):
     """``auto``: bfloat16 autocast on CUDA, plain float32 on CPU (where it measured faster)."""
 
@@ -204,6 +211,13 @@ class CaptureSource(StrEnum):
     smollm2_tokens = "smollm2_tokens"
 
 
+class RehearsalPlace(StrEnum):
+    """Where a run is rehearsed; ``off``: it is no rehearsal."""
+
+    off = "off"
+    cpu = "cpu"
+
+
 class Switch(StrEnum):
     """Whether something optional is done."""
 
@@ -218,3 +232,27 @@ class CardName(StrEnum):
     h100 = "h100"
     h200 = "h200"
     b200 = "b200"
+
+
+class ExportTarget(StrEnum):
+    """Who is to load an export; ``both``: SGLang and vLLM, ``speculators``: vLLM, in that form."""
+
+    both = "both"
+    sglang = "sglang"
+    vllm = "vllm"
+    speculators = "speculators"
+
+
+class ExportEmbeddings(StrEnum):
+    """Whether the verifier's embedding is copied into an export; engines share it anyway."""
+
+    omit = "omit"
+    verifier = "verifier"
+
+
+class ExportDtype(StrEnum):
+    """Of exported weights."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"

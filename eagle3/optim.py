@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,46 @@ def build_optimizer(module: nn.Module, config: OptimConfig, lr: float) -> torch.
         ns_steps=config.muon_ns_steps,
         adjust_lr_fn="match_rms_adamw",
     )
+
+
+class PullToStart:
+    """An L2 penalty on the distance of all trainable weights from their present values.
+
+    ``strength / 2 * |w - w0|**2`` is added to the loss (L2-SP: Li, Grandvalet, Davoine 2018,
+    arXiv:1802.01483, eq. 2), so ``strength * (w - w0)`` to the gradient. It joins after clipping,
+    so that ``optim/grad_norm`` and the clip limit stay those of the data. It is not decoupled as
+    weight decay is: times the learning rates in use here it would move nothing.
+
+    Args:
+        module: with the weights of the start in it; one copy of them is kept, in their dtype.
+    """
+
+    def __init__(self, module: nn.Module, strength: float) -> None:
+        self._strength = strength
+        self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._start = {n: p.detach().clone() for n, p in self._parameters.items()}
+        self._digest: str | None = None
+
+    @torch.no_grad()
+    def add_to_gradients(self) -> None:
+        """Add the gradient of the penalty to every gradient there is."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                continue
+            # the module has moved to its device since
+            start = self._start[name] = self._start[name].to(parameter.device)
+            parameter.grad.add_(parameter - start, alpha=self._strength)
+
+    @property
+    def digest(self) -> str:
+        """Hash of names and values of the start: 16 hexadecimal digits."""
+        if self._digest is None:
+            hashed = hashlib.sha256()
+            for name, start in sorted(self._start.items()):
+                hashed.update(name.encode())
+                hashed.update(start.cpu().contiguous().view(torch.uint8).numpy().data)
+            self._digest = hashed.hexdigest()[:16]
+        return self._digest
 
 
 def _adamw(parameters: Iterable[Tensor], config: OptimConfig, lr: float) -> torch.optim.AdamW:

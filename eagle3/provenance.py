@@ -116,8 +116,9 @@ def load_run(directory: Path, *, is_main: bool) -> Run:
 def job_fingerprint(config: Config) -> str:
     """Hash of what is trained and how; the same wherever data lie and whatever is logged."""
     settings = dataclasses.asdict(config)
-    for left_out in ("paths", "logger", "resume", "preflight", "preflight_json", "card"):
+    for left_out in ("paths", "logger", "health", "resume", "preflight", "preflight_json", "card"):
         del settings[left_out]
+    del settings["trainer"]["start"]
     if config.paths.init is not None:  # two starts make two jobs; nothing else tells them apart
         settings["init"] = str(Path(config.paths.init).resolve())
     for part in settings["data"]["mixture"]:

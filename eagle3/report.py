@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3.curves import References, draw_curves
+from eagle3.curves import References, draw_curves, start_reference
 from eagle3.errors import ConfigError, UserError
 from eagle3.reporting.jobs import JobResult, find_jobs, is_run_folder
 from eagle3.reporting.sweep import NAME, write_sweep_summary
@@ -155,14 +155,16 @@ def write_report(run_dir: Path, facts: Facts) -> dict[str, Any]:
 def summarize(rows: Rows, facts: Facts) -> dict[str, Any]:
     """Final figures of a run under the names of the dashboard.
 
-    ``best/*`` is null when no validation ran. ``trend/*`` feeds :func:`verdict`: the last relative
-    change of the acceptance length, and how far ``val/loss`` ends above its lowest value.
+    ``best/*`` is null when no validation ran, ``start/*`` when none ran before the first step.
+    ``trend/*`` feeds :func:`verdict`: the last relative change of the acceptance length, and how
+    far ``val/loss`` ends above its lowest value.
     """
     judged = [row for row in rows if math.isfinite(row.get(_ACCEPTANCE, math.nan))]
     best = max(judged, key=lambda row: row[_ACCEPTANCE], default={})
     lengths = [row[_ACCEPTANCE] for row in judged]
     losses = series(rows, "val/loss")[1]
     best_step = best.get(X_AXIS)
+    start = start_reference(rows)
     return {
         "name": facts.name,
         "exit_reason": facts.exit_reason,
@@ -171,6 +173,8 @@ def summarize(rows: Rows, facts: Facts) -> dict[str, Any]:
         "best/accuracy": best.get("val/accuracy"),
         "best/step": None if best_step is None else int(best_step),
         "best/ckpt": facts.best_checkpoint if best else None,
+        "start/acceptance_replay": start.get("start", {}).get("acceptance"),
+        "start/accuracy": start.get("start", {}).get("accuracy"),
         "optim/skipped_steps": facts.skipped_steps,
         "steps": int(max((row[X_AXIS] for row in rows), default=0)),
         "total_steps": facts.total_steps,
@@ -184,7 +188,7 @@ def summarize(rows: Rows, facts: Facts) -> dict[str, Any]:
         "git/dirty": facts.git_dirty,
         "trend/acceptance": lengths[-1] / lengths[-2] - 1 if len(lengths) > 1 else None,
         "trend/val_loss_rise": losses[-1] / min(losses) - 1 if losses and min(losses) > 0 else None,
-        "references": {name: dict(values) for name, values in facts.references.items()},
+        "references": start | {name: dict(values) for name, values in facts.references.items()},
     }
 
 

@@ -12,12 +12,21 @@ from typing import Any
 
 import torch
 
-from eagle3.compose import Job
+from eagle3.compose import Job, load_config
 from eagle3.config import RESUME_AUTO, Config
 from eagle3.errors import ConfigError, UserError
 from eagle3.locking import exclusive
 from eagle3.provenance import Run, continue_run, job_fingerprint, start_run
-from eagle3.run_folder import COMPLETE, PROVENANCE_FILE, SUMMARY_FILE, checkpoints, read_json
+from eagle3.run_folder import (
+    COMPLETE,
+    CONFIG_FILE,
+    PROVENANCE_FILE,
+    SUMMARY_FILE,
+    best_value,
+    checkpoints,
+    note_elsewhere,
+    read_json,
+)
 
 _LOCK_FILE = ".lock"
 
@@ -72,9 +81,42 @@ def begin(config: Config, job: Job) -> Run:
         newest = _newest_whole(directory)
         if newest is not None:
             print(f"resume=auto: {directory} goes on after step {newest.step} ({newest.path.name})")
+            note_elsewhere(job.sweep_dir, directory)
             return continue_run(config, directory, newest.path)
     print(f"resume=auto: found no run of this job in {output} to go on with, so it begins anew")
     return start_run(config, job)
+
+
+def finished(config: Config, job: Job) -> float | None:
+    """What a sweep with ``resume=auto`` need not train again, as an earlier sweep has.
+
+    That is a run of the same job, with the same paths of data and verifier, that was not cut short.
+
+    Returns:
+        Its best ``val/acceptance_replay``; null: there is none, or this is no such sweep.
+    """
+    if config.resume != RESUME_AUTO or job.sweep_dir is None:
+        return None
+    for directory in _runs_of(Path(config.paths.output).resolve(), job_fingerprint(config)):
+        if _is_complete(directory) and _same_inputs(directory, config):
+            value = best_value(directory)
+            print(f"resume=auto: {directory} has finished with {value:.3f}, so it is not trained")
+            note_elsewhere(job.sweep_dir, directory)
+            return value
+    return None
+
+
+def _same_inputs(directory: Path, config: Config) -> bool:
+    """The fingerprint of a job leaves paths out, and without training nothing looks at the data."""
+    before = load_config(directory / CONFIG_FILE)
+    return _inputs(before) == _inputs(config)
+
+
+def _inputs(config: Config) -> list[Path | None]:
+    paths = config.paths
+    given = [paths.verifier, paths.shards, paths.val_shards, paths.vocab_map, paths.arrow]
+    given += [part.path for part in config.data.mixture]
+    return [None if path is None else Path(path).resolve() for path in given]
 
 
 @contextlib.contextmanager
@@ -89,15 +131,20 @@ def only_process_in(run: Run) -> Iterator[None]:
 
 def _unfinished(output: Path, fingerprint: str) -> Iterator[Path]:
     """Run folders of the job that did not finish, newest first, once no process is in them."""
-    records = [*output.glob(f"*/{PROVENANCE_FILE}"), *output.glob(f"*/*/{PROVENANCE_FILE}")]
-    found = [path.parent for path in records if _is_same_job(path.parent, fingerprint)]
-    for directory in sorted(found, key=_started, reverse=True):
+    for directory in _runs_of(output, fingerprint):
         if _is_complete(directory):
             continue
         with only_process_in(Run(directory, "", "", "")):
             ended = _is_complete(directory)
         if not ended:
             yield directory
+
+
+def _runs_of(output: Path, fingerprint: str) -> list[Path]:
+    """Run folders of the job below ``output``, newest first."""
+    records = [*output.glob(f"*/{PROVENANCE_FILE}"), *output.glob(f"*/*/{PROVENANCE_FILE}")]
+    found = [path.parent for path in records if _is_same_job(path.parent, fingerprint)]
+    return sorted(found, key=_started, reverse=True)
 
 
 def _is_same_job(directory: Path, fingerprint: str) -> bool:

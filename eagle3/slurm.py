@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping
 
+SLURM_JOB = "SLURM_JOB_ID"
 _TIMEOUT_S = 60.0
 
 
@@ -13,7 +14,7 @@ def requeue(environment: Mapping[str, str]) -> None:
 
     Slurm decides whether a job may be requeued (``sbatch --requeue``); a refusal is printed.
     """
-    job = environment.get("SLURM_JOB_ID")
+    job = environment.get(SLURM_JOB)
     if job is None:
         return
     if "SLURM_ARRAY_JOB_ID" in environment and "SLURM_ARRAY_TASK_ID" in environment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from eagle3.checks import check, check_paths, device_count
@@ -11,8 +12,10 @@ from eagle3.compose import Job, JobFailedError, entry_point
 from eagle3.config import Config
 from eagle3.distributed import must_launch, process_group, resolve_accelerator, shared_run
 from eagle3.launch import launch_ranks
-from eagle3.resume import begin
-from eagle3.run_folder import SUMMARY_FILE, read_json
+from eagle3.names import RankStart, RehearsalPlace
+from eagle3.resume import begin, finished
+from eagle3.run_folder import best_value
+from eagle3.slurm_ranks import join_srun
 
 
 def train(config: Config, job: Job) -> float:
@@ -21,8 +24,21 @@ def train(config: Config, job: Job) -> float:
     Returns:
         The best ``val/acceptance_replay``, which sweepers maximise; 0 without a validation.
     """
+    if config.rehearsal.place is not RehearsalPlace.off:
+        from eagle3.rehearsing.staging import rehearse  # torch, which others need not wait for
+
+        return rehearse(config, partial(_train, job=job))
+    return _train(config, job)
+
+
+def _train(config: Config, job: Job) -> float:
+    if config.trainer.start is RankStart.srun:
+        join_srun(os.environ, in_sweep=job.sweep_dir is not None)
     check(config)
     check_paths(config)
+    done = finished(config, job)
+    if done is not None:
+        return done
     if must_launch(config):
         return _train_on_ranks(config, job)
     with process_group(config) as ranks:
@@ -39,8 +55,7 @@ def _train_on_ranks(config: Config, job: Job) -> float:
         raise SystemExit(code)
     if code:
         raise JobFailedError(code)
-    best = read_json(run.directory, SUMMARY_FILE)["best/acceptance_replay"]
-    return 0.0 if best is None else float(best)
+    return best_value(run.directory)
 
 
 def report_sweep(sweep_dir: Path) -> None:

@@ -20,7 +20,7 @@ from tests.tiny_run import clean_environment
 FILES = sorted(conf_dir().rglob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
 OPTIONS = [
-    f"{path.parent.name}={path.stem}"
+    f"{'+' * (path.parent.name == 'rehearsal')}{path.parent.relative_to(conf_dir())}={path.stem}"
     for path in FILES
     if path.parent != conf_dir() and path.parent.name != "experiment"
 ]

@@ -94,12 +94,13 @@ class Meter:
 class Throughput(Callback):
     """Logs ``perf/*`` and the axes beside the optimizer step, and keeps the :class:`Meter`.
 
-    Prints a warning when training waits for data, see :class:`DataWaitAlarm`.
+    Warns when training waits for data, see :class:`DataWaitAlarm`.
 
     Args:
         total_steps: optimizer steps of the whole run.
         steps_per_epoch: optimizer steps of one epoch.
         clock: seconds from any origin, never running backwards.
+        warn: told on rank 0 when training waits for data.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Throughput(Callback):
         total_steps: int,
         steps_per_epoch: int,
         clock: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], None] = print,
     ) -> None:
         self.total_steps = total_steps
         self.steps_per_epoch = steps_per_epoch
@@ -114,6 +116,7 @@ class Throughput(Callback):
         self.supervised_tokens = 0
         self.steps_done = 0
         self._clock = clock
+        self._warn = warn
         self._mark = 0.0
         self._waiting = RecentWaiting()
         self._alarm = DataWaitAlarm()
@@ -205,7 +208,7 @@ class Throughput(Callback):
         worst = max(range(len(waiting)), key=lambda rank: waiting[rank].share)
         warning = self._alarm.judge(worst, waiting[worst])
         if warning is not None and trainer.is_global_zero:
-            print(warning, flush=True)
+            self._warn(warning)
         return {"perf/rank_skew": rank_skew(own_s)} if several_ranks() else {}
 
     def _values(self, trainer: lightning.Trainer) -> dict[str, float]:

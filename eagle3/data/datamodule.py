@@ -118,6 +118,11 @@ class DataModule(lightning.LightningDataModule, ABC):
         return self._corpus.layout.width * self._corpus.dtype.itemsize
 
     @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """[D], tokens of each document in :attr:`facts_from`."""
+        return self._corpus.lengths[self._documents]
+
+    @property
     def val_report(self) -> PackingReport:
         """Packing of the validation."""
         return self._validation.report

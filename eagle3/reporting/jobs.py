@@ -18,6 +18,7 @@ from eagle3.run_folder import (
     SUMMARY_FILE,
     X_AXIS,
     Rows,
+    read_elsewhere,
     read_failed_jobs,
     read_json,
     read_metrics,
@@ -77,7 +78,8 @@ def find_jobs(folder: Path) -> list[JobResult]:
     if not folder.is_dir():
         raise ConfigError(f"no folder {folder}: give run folders or a sweep folder")
     failures = read_failed_jobs(folder)
-    runs = sorted(path for path in folder.iterdir() if is_run_folder(path))
+    elsewhere = [path for path in read_elsewhere(folder) if is_run_folder(path)]
+    runs = sorted([*elsewhere, *(path for path in folder.iterdir() if is_run_folder(path))])
     jobs = [_read_run(path, failures) for path in runs]
     jobs += [_without_folder(failure) for failure in failures]
     if not jobs:

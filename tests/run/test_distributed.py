@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 
 from eagle3.compose import Job
 from eagle3.config import Config, TrainerConfig
@@ -90,6 +91,21 @@ def test_processes_of_the_cpu_are_counted() -> None:
         "num_nodes": 1,
         "strategy": "auto",
         "use_distributed_sampler": False,
+    }
+
+
+def test_several_ranks_average_in_large_buckets_without_sending_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every rank reads the frozen tensors itself; gradients come all at once, after the unroll."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    strategy = placement(on_cpu(2))["strategy"]
+    assert isinstance(strategy, DDPStrategy)
+    assert strategy._ddp_kwargs == {
+        "gradient_as_bucket_view": True,
+        "broadcast_buffers": False,
+        "bucket_cap_mb": 256,
     }
 
 

@@ -12,7 +12,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from eagle3.curves import _labels, draw_curves
+from eagle3.curves import _labels, draw_curves, start_reference
 from eagle3.loggers import CsvLogger
 from eagle3.report import Facts, summarize, verdict, write_report
 from eagle3.run_folder import X_AXIS, read_json
@@ -174,3 +174,27 @@ def test_references_and_validation_are_drawn(tmp_path: Path) -> None:
 def test_labels_of_close_references_share_a_line() -> None:
     close = {"trigram": 1.031, "bigram": 1.03, "prompt lookup": 1.4}
     assert _labels(close) == [("bigram, trigram", 1.031), ("prompt lookup", 1.4)]
+
+
+def test_the_start_is_a_reference_where_it_was_scored(tmp_path: Path) -> None:
+    """Only a drafter that was trained before is scored at step 0."""
+    later = rows([1.2, 1.3], [3.0, 2.0])
+    judged = next(row for row in later if "val/loss" in row)
+    scored = {**judged, X_AXIS: 0.0, "val/acceptance_replay": 1.15, "val/loss": 2.5}
+    begun = [scored, *later]
+    assert start_reference(later) == {}
+    expected = {"loss": 2.5, "accuracy": 0.3, "acceptance": 1.15}
+    assert start_reference(begun) == {"start": expected}
+    assert start_reference([scored | {"val/acceptance_replay": float("nan")}]) == {}
+    summary = summarize(begun, FACTS)
+    assert summary["start/acceptance_replay"] == 1.15
+    assert list(summary["references"]) == ["start", *REFERENCES]
+    assert "start 1.15 (30.0%)" in verdict(summary)[1]
+    assert summarize(later, FACTS)["start/acceptance_replay"] is None
+    draw_curves(begun, tmp_path / "a.png", title="t", references={})
+    given = {"start": expected}
+    draw_curves(begun, tmp_path / "b.png", title="t", references=given)
+    draw_curves(later, tmp_path / "c.png", title="t", references={})
+    a, b, c = (picture(tmp_path / name) for name in ("a.png", "b.png", "c.png"))
+    assert (a == b).all(), "drawn once, also where the summary names it"
+    assert (a != c).any()

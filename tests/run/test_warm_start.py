@@ -49,6 +49,9 @@ def test_a_run_begins_where_the_other_ended(world: TinyWorld, trained: Path) -> 
                            last_weights(second)["drafter.fc.weight"])  # fmt: skip
     summary = json.loads((second / "summary.json").read_text())
     assert summary["best/acceptance_replay"] == max(curve(second, "val/acceptance_replay"))
+    assert summary["start/acceptance_replay"] == curve(first, "val/acceptance_replay")[-1]
+    assert summary["references"]["start"]["accuracy"] == curve(first, "val/accuracy")[-1]
+    assert "against:  start " in done.stdout
 
 
 def test_a_start_that_stays_the_best_can_be_gone_on_from(world: TinyWorld, trained: Path) -> None:
@@ -64,6 +67,8 @@ def test_a_start_that_stays_the_best_can_be_gone_on_from(world: TinyWorld, train
     assert f"paths.init is not used: the run goes on from {best}" in done.stdout
     assert world.run_folders()[-1] == folder
     assert (curve(folder, "train/loss"), curve(folder, "val/loss")) == losses
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["start/acceptance_replay"] == curve(folder, "val/acceptance_replay")[0]
 
 
 def test_a_start_that_does_not_fit_stops_before_training(world: TinyWorld, trained: Path) -> None:

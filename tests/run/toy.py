@@ -63,6 +63,7 @@ class ToyModule(lightning.LightningModule):
             "rows": 100,
             "supervised": 60,
             "wanted": wanted,
+            "grad_norm": 1.0,
         }
 
     def validation_step(self, batch: Window, batch_idx: int) -> None:

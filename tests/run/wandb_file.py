@@ -26,6 +26,8 @@ class OfflineRun:
     exit_code: int | None = None
     history: list[dict[str, str]] = field(default_factory=list)
     """Values as JSON text, one dict per logged row."""
+    alerts: list[tuple[str, str]] = field(default_factory=list)
+    """Titles and texts."""
 
 
 def read_offline_run(run_dir: Path) -> OfflineRun:
@@ -41,6 +43,8 @@ def read_offline_run(run_dir: Path) -> OfflineRun:
         elif kind == "history":
             items = record.history.item
             run.history.append({i.key or ".".join(i.nested_key): i.value_json for i in items})
+        elif kind == "alert":
+            run.alerts.append((record.alert.title, record.alert.text))
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run

@@ -1,0 +1,1 @@
+"""From checkpoint to a directory that an engine serves."""
