@@ -1,6 +1,6 @@
 """How good is a drafter? ``python -m eagle3.evaluate ckpt=RUN/checkpoints/best.ckpt``.
 
-On held-out shards, in live speculative decoding, or behind a running server (``server=URL``).
+On held-out shards, or behind a running server (``server=URL``).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How good a drafter is: on held-out shards, in live decoding, and behind a running server."""
+"""How good a drafter is: on held-out shards, and behind a running server."""

@@ -8,22 +8,6 @@ from eagle3.config import DataConfig, ModelConfig, PathsConfig, TrainerConfig, V
 
 
 @dataclass(frozen=True)
-class LiveConfig:
-    """Speculative decoding with the verifier in this process."""
-
-    enabled: bool = False
-    """Also decode answers to the held-out prompts; given ``prompts``, only that is done."""
-    num_prompts: int = 40
-    """Held-out prompts that are answered, spread over all."""
-    max_new_tokens: int = 192
-    """Length limit of an answer."""
-    num_speculative_tokens: int = 3
-    """Draft tokens a round."""
-    largest: int = 7
-    """The table compares 1 to so many draft tokens a round."""
-
-
-@dataclass(frozen=True)
 class ServerConfig:
     """A running SGLang or vLLM server with the drafter in it."""
 
@@ -48,7 +32,7 @@ class EvaluateConfig:
     head: str | None = None
     """Directory or file of a trained head of another maker, or an export; needs the paths."""
     prompts: str | None = None
-    """Prompts or conversations, one a line, for live decoding or a server."""
+    """Prompts or conversations, one a line, for a server."""
     server: str | None = None
     """URL of a server that drafts; prompts are sent to it."""
     baseline_server: str | None = None
@@ -67,5 +51,4 @@ class EvaluateConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     val: ValConfig = field(default_factory=ValConfig)
-    live: LiveConfig = field(default_factory=LiveConfig)
     serve: ServerConfig = field(default_factory=ServerConfig)
