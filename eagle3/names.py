@@ -211,6 +211,15 @@ class CaptureSource(StrEnum):
     smollm2_tokens = "smollm2_tokens"
 
 
+class ServerForm(StrEnum):
+    """How a running server hands out states, see :mod:`eagle3.verifier.states`."""
+
+    sglang_aux = "sglang_aux"
+    sglang_last = "sglang_last"
+    sglang_spec_capture = "sglang_spec_capture"
+    vllm_connector = "vllm_connector"
+
+
 class RehearsalPlace(StrEnum):
     """Where a run is rehearsed; ``off``: it is no rehearsal."""
 
