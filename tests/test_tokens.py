@@ -58,7 +58,11 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no gzip", gzip.compress(b"{}" * 999)[:20]])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"no gzip", gzip.compress(b"{}" * 999, mtime=0)[:20]],
+    ids=["missing", "empty", "no_gzip", "cut"],
+)
 def test_a_missing_empty_or_cut_file_is_named(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "tokens.jsonl.gz"
     if content is not None:
