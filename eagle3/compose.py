@@ -9,14 +9,11 @@ error with the nearest valid key, and frozen.
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 import logging
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +37,7 @@ from eagle3.launch import end_with_launcher
 from eagle3.pool.job import OPTION, PoolJob
 from eagle3.run_folder import append_failed_job, read_failed_jobs
 from eagle3.sweep_options import OPTIONS
+from eagle3.terminal import JobFailedError, print_lines_at_once, report_error
 
 _INTERRUPTED = 128 + signal.SIGINT
 C = TypeVar("C")
@@ -79,6 +77,11 @@ class Job:
     number: int = 0
     """Place in the sweep, from 0."""
 
+    @property
+    def overridden(self) -> tuple[str, ...]:
+        """Dotted keys that the command line sets."""
+        return tuple(override.lstrip("+~").partition("=")[0] for override in self.overrides)
+
 
 class NoteSweep(Callback):
     """Keeps the folder of the sweep that this process runs, whichever launcher runs its jobs."""
@@ -88,14 +91,6 @@ class NoteSweep(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Hydra calls this before the first job."""
         self.folders.append(Path(config.hydra.sweep.dir).resolve())
-
-
-class JobFailedError(Exception):
-    """A job whose error is already on the terminal; only its exit code is left to pass on."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"exit code {code}")
-        self.code = code
 
 
 def conf_dir() -> Path:
@@ -268,37 +263,6 @@ def _report_sweep(after_sweep: Callable[[Path], None], sweep_dir: Path) -> None:
         after_sweep(sweep_dir)
     except Exception as error:  # the jobs have done their work, whatever their summary comes to
         report_error(error)
-
-
-def print_lines_at_once() -> None:
-    """Under nohup or in a pipe Python would keep lines back until some kilobytes have gathered."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
-
-
-def report_error(error: Exception) -> int:
-    """Print ``error`` as an entry point does and return the exit code it means."""
-    if isinstance(error, JobFailedError):
-        return error.code
-    sys.stdout.flush()
-    rank = os.environ.get("RANK", "0")
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        place = f" at {error.filename}" if error.filename else ""
-        print(
-            f"error: no space is left on the disk{place}: free some, or give paths.output or "
-            "paths.cache on another disk; what was complete is kept",
-            file=sys.stderr,
-            flush=True,
-        )
-        return 1
-    if not isinstance(error, UserError):
-        traceback.print_exception(error)
-        return 1
-    if isinstance(error, ConfigError) and rank != "0":
-        return 2  # every rank finds the same mistake in the same configuration: rank 0 says it
-    where = "" if rank == "0" else f"[rank {rank}] "
-    print(f"{where}error: {error}", file=sys.stderr, flush=True)
-    return 2
 
 
 def _options_first(arguments: list[str]) -> list[str]:

@@ -28,7 +28,7 @@ def evaluate(settings: EvaluateConfig, job: Job) -> float:
     else:
         from eagle3.evaluation.offline import evaluate_drafter
 
-        report = evaluate_drafter(settings, job.overrides, out, print)
+        report = evaluate_drafter(settings, job.overridden, out, print)
     reports.write(report, out)
     print(*report.lines(), sep="\n")
     print(f"written: {out / reports.NAME}.md")

@@ -34,8 +34,10 @@ def export(settings: ExportConfig, job: Job) -> None:
     from eagle3.serving.untrained import untrained_source
     from eagle3.serving.writing import write_proven
 
-    keys = tuple(override.lstrip("+~").partition("=")[0] for override in job.overrides)
-    source = untrained_source(settings) if settings.dry_run else read_checkpoint(settings, keys)
+    if settings.dry_run:
+        source = untrained_source(settings)
+    else:
+        source = read_checkpoint(settings, job.overridden)
     plan = plan_export(source, settings)
     for line in plan.warnings:
         print(f"warning: {line}")

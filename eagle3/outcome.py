@@ -81,11 +81,11 @@ def _facts(
         bad_samples=inputs.data.bad_samples,
         best_checkpoint=None if best.best_path is None else str(best.best_path),
         skipped_steps=ended.skipped_steps,
-        references=_references(config, inputs) if ended.complete else {},
+        references=validation_references(config, inputs) if ended.complete else {},
     )
 
 
-def _references(config: Config, inputs: Inputs) -> dict[str, dict[str, float]]:
+def validation_references(config: Config, inputs: Inputs) -> dict[str, dict[str, float]]:
     """Cheap drafters on the validation rows; none where validation is too large for them."""
     validation = inputs.data.validation_tokens(_REFERENCE_TOKENS)
     if not validation:

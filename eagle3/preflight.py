@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import sys
 
-from eagle3.compose import Job, JobFailedError, entry_point
+from eagle3.compose import Job, entry_point
 from eagle3.config import Config
+from eagle3.errors import ConfigError
+from eagle3.names import RehearsalPlace
 from eagle3.preflighting.command import preflight, write_json
+from eagle3.terminal import JobFailedError
 
 
 def main(config: Config, job: Job) -> None:
-    """Print the report, and write it to ``preflight_json``."""
+    """Print the report, and write it to ``preflight_json``.
+
+    Raises:
+        ConfigError: a rehearsal is asked for, whose sizes and data are not those of the run.
+    """
+    if config.rehearsal.place is not RehearsalPlace.off:
+        raise ConfigError(
+            f"found rehearsal.place={config.rehearsal.place}, expected none: preflight judges the "
+            "run itself. Leave +rehearsal out here, and rehearse with eagle3.train"
+        )
     report = preflight(config)
     print("\n".join(report.lines()))
     write_json(config, report)

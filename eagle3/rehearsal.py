@@ -23,9 +23,10 @@ from datetime import datetime
 from pathlib import Path
 
 from eagle3.checks import device_count
-from eagle3.compose import compose_config, print_lines_at_once, report_error
+from eagle3.compose import compose_config
 from eagle3.errors import TrainingError, UserError
 from eagle3.rehearsing.comparison import differences, last_step
+from eagle3.terminal import print_lines_at_once, report_error
 
 _GROUP = "+rehearsal="
 _OWN = ("trainer.log_every_steps=1",)

@@ -13,11 +13,17 @@ from eagle3.errors import UserError
 
 _PAUSE_S = 0.5
 """Before a second try; doubled each time."""
-_WORTH_ANOTHER_TRY = (408, 409, 425, 429, 500, 502, 503, 504)
+_WORTH_ANOTHER_TRY = (None, 408, 409, 425, 429, 500, 502, 503, 504)
 
 
 class ServerError(UserError):
     """A server does not answer, or not as its engine does."""
+
+    @property
+    def status(self) -> int | None:
+        """Of a reply other than 200; null: there was none, or it was not understood."""
+        cause = self.__cause__
+        return cause.code if isinstance(cause, urllib.error.HTTPError) else None
 
 
 def get(url: str, timeout_s: float) -> str:
@@ -47,17 +53,10 @@ def post_json(url: str, content: dict[str, Any], *, timeout_s: float, attempts: 
         try:
             return _parse(_once(request, timeout_s), url)
         except ServerError as error:
-            if attempt == attempts or not _may_pass(error):
+            if attempt == attempts or error.status not in _WORTH_ANOTHER_TRY:
                 raise
             time.sleep(_PAUSE_S * 2 ** (attempt - 1))
     raise AssertionError("attempts is at least 1")
-
-
-def _may_pass(error: ServerError) -> bool:
-    cause = error.__cause__
-    if isinstance(cause, urllib.error.HTTPError):
-        return cause.code in _WORTH_ANOTHER_TRY
-    return True
 
 
 def _once(request: urllib.request.Request, timeout_s: float) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from eagle3.checks import check, check_paths, device_count
-from eagle3.compose import Job, JobFailedError, entry_point
+from eagle3.compose import Job, entry_point
 from eagle3.config import Config
 from eagle3.distributed import must_launch, process_group, resolve_accelerator, shared_run
 from eagle3.launch import launch_ranks
@@ -16,6 +16,7 @@ from eagle3.names import RankStart, RehearsalPlace
 from eagle3.resume import begin, finished
 from eagle3.run_folder import best_value
 from eagle3.slurm_ranks import join_srun
+from eagle3.terminal import JobFailedError
 
 
 def train(config: Config, job: Job) -> float:

@@ -6,11 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-from eagle3.compose import load_config, print_lines_at_once, report_error
+from eagle3.compose import load_config
 from eagle3.distributed import process_group
 from eagle3.launch import end_with_launcher
 from eagle3.provenance import load_run
 from eagle3.run_folder import CONFIG_FILE
+from eagle3.terminal import print_lines_at_once, report_error
 
 
 def main(run_dir: Path) -> int:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from eagle3.conversations.messages import Conversation
 from eagle3.evaluation.config import ServerConfig
-from eagle3.evaluation.http import ServerError, get, get_json, post_json
+from eagle3.server_http import ServerError, get, get_json, post_json
 
 _PROBE_TIMEOUT_S = 20.0
 _METRIC = re.compile(r"^(vllm:spec_decode_\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)

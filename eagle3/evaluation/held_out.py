@@ -16,10 +16,8 @@ from eagle3.inputs import Inputs, Say, load_inputs
 from eagle3.module import DrafterModule
 from eagle3.names import Precision
 from eagle3.optim import LrSchedule
+from eagle3.outcome import validation_references
 from eagle3.provenance import Run
-from eagle3.references import compare_references
-
-_REFERENCE_TOKENS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -73,16 +71,4 @@ def evaluate_held_out(config: Config, out: Path, say: Say) -> HeldOut:
     say(f"judging {report.documents:,} held-out documents in {report.packs:,} packs")
     (found,) = trainer.validate(module, datamodule=inputs.data, verbose=False)
     figures = {name: float(value) for name, value in found.items()}
-    return HeldOut(figures, _references(config, inputs), report.documents, inputs)
-
-
-def _references(config: Config, inputs: Inputs) -> dict[str, dict[str, float]]:
-    """As at the end of a training run; none where validation is too large for them."""
-    validation = inputs.data.validation_tokens(_REFERENCE_TOKENS)
-    if not validation:
-        return {}
-    training = inputs.data.training_tokens(_REFERENCE_TOKENS)
-    return {
-        each.name: {"accuracy": each.accuracy, "acceptance": each.acceptance_replay}
-        for each in compare_references(training, validation, config.val.draft_steps)
-    }
+    return HeldOut(figures, validation_references(config, inputs), report.documents, inputs)

@@ -15,16 +15,15 @@ _PREFIX = "val/full_acc/"
 
 
 def evaluate_drafter(
-    settings: EvaluateConfig, overrides: Sequence[str], out: Path, say: Callable[[str], None]
+    settings: EvaluateConfig, overridden: Sequence[str], out: Path, say: Callable[[str], None]
 ) -> Report:
     """Judge ``ckpt`` or ``head`` on held-out shards.
 
     Args:
-        overrides: of the command line.
+        overridden: dotted keys that the command line sets.
         out: see :func:`eagle3.evaluation.held_out.evaluate_held_out`.
     """
-    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
-    config = evaluation_config(settings, keys)
+    config = evaluation_config(settings, overridden)
     check(config)
     check_paths(config)
     found = evaluate_held_out(config, out, say)

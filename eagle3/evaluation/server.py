@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from eagle3.conversations.messages import Conversation
 from eagle3.evaluation.config import ServerConfig
 from eagle3.evaluation.engines import Answer, Counters, Engine, find_engine
-from eagle3.evaluation.http import ServerError
+from eagle3.server_http import ServerError
 
 _FOREIGN_SHARE = 1.2
 """Tokens counted by the server over ours, above which somebody else was using it."""

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from eagle3.checkpoint import load_checkpoint
 from eagle3.compose import to_config
 from eagle3.config import Config
-from eagle3.errors import ConfigError, DataError
+from eagle3.errors import ConfigError
 from eagle3.evaluation.config import EvaluateConfig
 from eagle3.names import Precision
 
@@ -43,7 +44,7 @@ def evaluation_config(settings: EvaluateConfig, overridden: Sequence[str]) -> Co
         base: dict[str, Any] = {}
         changes = [f"{group}.{key}" for group, values in own.items() for key in values]
     else:
-        base = saved_config(Path(settings.ckpt))
+        base = load_checkpoint(Path(settings.ckpt))["eagle3"]["config"]
         changes = [key for key in overridden if key.split(".")[0] in GROUPS]
     for key in changes:
         _set(base, key.split("."), _get(own, key.split(".")))
@@ -56,27 +57,6 @@ def evaluation_config(settings: EvaluateConfig, overridden: Sequence[str]) -> Co
     if "trainer.precision" not in changes and not torch.cuda.is_available():
         base["trainer"]["precision"] = Precision.auto.value
     return to_config(OmegaConf.create(base))
-
-
-def saved_config(path: Path) -> dict[str, Any]:
-    """The configuration in a checkpoint of this package.
-
-    Raises:
-        DataError: it cannot be read as one.
-    """
-    try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        saved: dict[str, Any] = content["eagle3"]["config"]
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{path}: found no such file, expected a checkpoint such as RUN/checkpoints/best.ckpt"
-        ) from error
-    except Exception as error:  # a cut or foreign file fails in ever other ways
-        raise DataError(
-            f"{path}: found no checkpoint of this package ({error!s:.120}), expected one such as "
-            "RUN/checkpoints/best.ckpt; a head of another maker goes into head=DIR"
-        ) from error
-    return saved
 
 
 def _get(tree: Any, keys: Sequence[str]) -> Any:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from eagle3.checkpoint import load_checkpoint
 from eagle3.compose import to_config
 from eagle3.config import Config
 from eagle3.data.vocab import VocabMap
@@ -60,7 +60,7 @@ def read_checkpoint(settings: ExportConfig, overridden: tuple[str, ...]) -> Expo
     assert settings.ckpt is not None
     _refuse_overrides(settings.ckpt, overridden)
     path = Path(settings.ckpt)
-    content = _load(path)
+    content = load_checkpoint(path)
     said = content["eagle3"]
     config = to_config(OmegaConf.create(said["config"]))
     norms = NormLayout.preset(config.model.norm_layout)
@@ -110,23 +110,6 @@ def _refuse_overrides(ckpt: str, overridden: tuple[str, ...]) -> None:
             "what was trained is in the checkpoint. Leave them out; a verifier that moved is "
             "paths.verifier=DIR"
         )
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        content["eagle3"]["config"], content["state_dict"]
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{path}: found no such file, expected a checkpoint such as RUN/checkpoints/best.ckpt"
-        ) from error
-    except Exception as error:  # a cut or foreign file fails in ever other ways
-        raise DataError(
-            f"{path}: found no checkpoint of this package ({error!s:.120}), expected one such as "
-            "RUN/checkpoints/best.ckpt"
-        ) from error
-    assert isinstance(content, dict)
-    return content
 
 
 def _drafter_tensors(state: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:

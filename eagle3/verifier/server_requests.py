@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle3.capture_progress import print_line
 from eagle3.errors import VerifierError
-from eagle3.evaluation.http import ServerError
+from eagle3.server_http import ServerError
 from eagle3.verifier.states import Prefilled, StatesOffer, StatesSource
 
 _MAY_PASS = (408, 409, 425, 429)
@@ -154,7 +154,7 @@ class _Asker:
 
     def _after(self, error: ServerError, attempt: int) -> None:
         """Wait until another try makes sense, or give up."""
-        status = _status(error)
+        status = error.status
         if status in _MISUSED:
             self._stop(VerifierError(f"{error}. Check the address and the server's options."))
         refused = status is not None and 400 <= status < 500 and status not in _MAY_PASS
@@ -214,15 +214,10 @@ def _compare(before: StatesOffer, now: StatesOffer) -> None:
         )
 
 
-def _status(error: ServerError) -> int | None:
-    cause = error.__cause__
-    return cause.code if isinstance(cause, urllib.error.HTTPError) else None
-
-
 def _is_down(error: ServerError) -> bool:
     """Whether there is no server at the moment, as opposed to one that fails."""
     cause: object = error.__cause__
-    if _status(error) in _RESTARTING:
+    if error.status in _RESTARTING:
         return True
     if isinstance(cause, urllib.error.URLError) and not isinstance(cause, urllib.error.HTTPError):
         cause = cause.reason

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from eagle3.errors import VerifierError
-from eagle3.evaluation.http import ServerError, get_json, post_json
 from eagle3.names import LastHidden, LayerIdConvention, ServerForm
+from eagle3.server_http import ServerError, get_json, post_json
 from eagle3.serving.layer_ids import ADD_ONE_CLASSES, DEEPSEEK_CLASSES, FIRST_IS_ONE, GPT_OSS
 from eagle3.serving.versions import show
 from eagle3.verifier.base import VerifierDescription

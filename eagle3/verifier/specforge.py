@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from eagle3.errors import VerifierError
-from eagle3.evaluation.http import ServerError
 from eagle3.names import LastHidden, LayerIdConvention, ServerForm
+from eagle3.server_http import ServerError
 from eagle3.verifier.base import VerifierDescription
 from eagle3.verifier.sglang import entering_ids, generate, server_facts
 from eagle3.verifier.states import Prefilled, StatesOffer, checked_states, dtype_name

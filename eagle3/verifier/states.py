@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from eagle3.errors import VerifierError
-from eagle3.evaluation.http import ServerError
 from eagle3.names import LastHidden, LayerIdConvention
+from eagle3.server_http import ServerError
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from eagle3.errors import VerifierError
-from eagle3.evaluation.http import ServerError, get_json, post_json
 from eagle3.names import LastHidden, ServerForm
+from eagle3.server_http import ServerError, get_json, post_json
 from eagle3.verifier.base import VerifierDescription
 from eagle3.verifier.states import Prefilled, StatesOffer, checked_states, dtype_name
 

@@ -43,9 +43,9 @@ class GpuPoolLauncher(Launcher):
             ConfigError, SystemExit: see :func:`eagle3.pool.running.run_jobs`.
         """
         # Hydra imports every plugin at each start, also where no pool is wanted
-        from eagle3.compose import JobFailedError
         from eagle3.pool.devices import find_devices
         from eagle3.pool.running import run_jobs
+        from eagle3.terminal import JobFailedError
 
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)

@@ -12,8 +12,8 @@ import pytest
 from eagle3.conversations.messages import Conversation
 from eagle3.evaluation.config import ServerConfig
 from eagle3.evaluation.diagnosis import CAUSES, diagnosis
-from eagle3.evaluation.http import ServerError
 from eagle3.evaluation.server import ServerFigures, measure
+from eagle3.server_http import ServerError
 from tests.evaluation.servers import REPLIES, FakeServer, Fault, serve
 
 ROUNDS: list[list[int]] = REPLIES["rounds"]

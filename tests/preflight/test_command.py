@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3.compose import compose_config
+from eagle3.compose import Job, compose_config
 from eagle3.config import Config
 from eagle3.data.vocab_files import MapOrigin
 from eagle3.distributed import Ranks
@@ -21,6 +21,7 @@ from eagle3.inputs import Inputs, load_inputs
 from eagle3.inspection.facts import Severity
 from eagle3.model.layers import rms_norm
 from eagle3.names import Precision, Switch
+from eagle3.preflight import main
 from eagle3.preflighting.command import check_startup, preflight, startup_findings
 from eagle3.preflighting.report import Report
 from eagle3.provenance import Run
@@ -138,6 +139,11 @@ def test_wrong_keys_and_paths_stop_before_anything_is_opened(
     report = preflight(configure(lr=0.0, paths={"shards": str(tmp_path / "gone")}))
     assert set(troubles(report)) == {"configuration", "paths"}
     assert len(report.findings) == 2
+
+
+def test_a_rehearsal_is_not_judged_in_place_of_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"rehearsal.place=cpu.*Leave .rehearsal out"):
+        main(compose_config(["experiment=kimi_100k", "+rehearsal=cpu"]), Job())
 
 
 def test_without_data_and_verifier_sizes_are_still_answered() -> None:

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from eagle3.compose import Job, JobFailedError, entry_point
+from eagle3.compose import Job, entry_point
 from eagle3.config import Config
 from eagle3.errors import ConfigError
+from eagle3.terminal import JobFailedError
 
 
 def act(config: Config, job: Job) -> float:

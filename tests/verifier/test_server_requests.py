@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor
 
 from eagle3.errors import VerifierError
-from eagle3.evaluation.http import ServerError
 from eagle3.names import ServerForm
+from eagle3.server_http import ServerError
 from eagle3.verifier.base import VerifierDescription, describe_verifier
 from eagle3.verifier.server_requests import Outcome, ServerSettings, capture_documents
 from eagle3.verifier.sglang import SglangSource

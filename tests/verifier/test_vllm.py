@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from eagle3.errors import VerifierError
-from eagle3.evaluation.http import ServerError
 from eagle3.names import LastHidden
+from eagle3.server_http import ServerError
 from eagle3.verifier.base import VerifierDescription, describe_verifier
 from eagle3.verifier.server import ServerVerifier
 from eagle3.verifier.server_requests import Outcome, ServerSettings, capture_documents
