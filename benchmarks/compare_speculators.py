@@ -15,7 +15,7 @@ batch; three and seven TTT steps. Ratios are taken within a round; the median of
 *Useful tokens*: an epoch packed to 2,048 rows by the peer's own sampler, which cuts long documents,
 and by ours, which splits them; supervised rows per CPU second over packs at evenly spaced quantiles
 of supervised rows in each plan, with random states, three TTT steps. ``answers`` has lengths and
-prompts of the packaged answers of SmolLM2-135M-Instruct, ``long`` the recorded lengths of
+prompts of the packaged answers of SmolLM2-135M-Instruct, ``long`` the log-normal lengths of
 tests/golden/sampler_lengths.npz (mean 2,353 tokens), of which a drawn 10 % to 90 % are prompt; what
 the peer cuts off there is mostly answer, which is a part of that ratio. The peer's packs hold its
 padding, because it computes it.

@@ -39,7 +39,7 @@ def packaged_answers() -> Documents:
 
 
 def long_documents() -> Documents:
-    """Recorded lengths; the share of the prompt is drawn."""
+    """Log-normal lengths from the goldens; the share of the prompt is drawn."""
     with np.load(RECORDED_LENGTHS) as file:
         lengths = file["lengths.37312"].astype(np.int64)
     shares = np.random.default_rng(SEED).uniform(0.1, 0.9, len(lengths))

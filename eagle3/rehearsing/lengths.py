@@ -15,14 +15,14 @@ from eagle3.data.layout import StateLayout
 from eagle3.data.masks import Runs
 from eagle3.data.shards import open_shards
 
-RECORDED = "37,312 recorded samples of Kimi-K2.5"
+TYPICAL = "a log-normal law with the mean of 37,312 samples of Kimi-K2.5, 2,353 tokens"
 _QUANTILES = (
     29, 315, 428, 518, 598, 676, 756, 837, 922, 1000, 1083, 1168, 1264, 1354, 1457, 1561, 1675,
     1809, 1945, 2090, 2251, 2427, 2633, 2850, 3098, 3392, 3746, 4178, 4713, 5475, 6654, 8192, 8192,
 )  # fmt: skip
-"""Tokens of a recorded sample at every 32nd part of their number, shortest and longest included."""
+"""Tokens of a sample at every 32nd part of that law, which is cut at 8,192."""
 _PROMPT_SHARES = (0.1, 0.9)
-"""Of a document, least and most; no prompts are recorded with the lengths."""
+"""Of a document, least and most; nothing is known of the prompts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ def outlines(config: Config) -> Outlines:
     """At most ``rehearsal.samples`` outlines, drawn by ``seed``.
 
     From the indexes of ``paths.shards`` or ``data.mixture`` where these are set, masks included;
-    else from the recorded distribution, each with one prompt and one answer.
+    else from a typical distribution, each with one prompt and one answer.
 
     Raises:
         DataError: a directory that is set cannot be opened; as the real run would raise.
@@ -55,16 +55,16 @@ def outlines(config: Config) -> Outlines:
         directories.append(Path(config.paths.shards))
     if directories:
         return _of_directories(config, directories, rng)
-    return recorded(config.rehearsal.samples, rng)
+    return typical(config.rehearsal.samples, rng)
 
 
-def recorded(count: int, rng: np.random.Generator) -> Outlines:
-    """``count`` outlines from the recorded distribution, by its quantiles."""
+def typical(count: int, rng: np.random.Generator) -> Outlines:
+    """``count`` outlines from a typical distribution, by its quantiles."""
     at = rng.uniform(0, len(_QUANTILES) - 1, count)
     lengths = np.interp(at, np.arange(len(_QUANTILES)), _QUANTILES).astype(np.int64)
     prompts = np.maximum((lengths * rng.uniform(*_PROMPT_SHARES, count)).astype(np.int64), 1)
     runs = Runs(np.arange(count + 1), np.stack([prompts, lengths], axis=1))
-    return Outlines(lengths, runs, RECORDED)
+    return Outlines(lengths, runs, TYPICAL)
 
 
 def _of_directories(config: Config, directories: list[Path], rng: np.random.Generator) -> Outlines:

@@ -23,7 +23,7 @@ from eagle3.model.weights import load_verifier_weights
 from eagle3.names import LastHidden
 from eagle3.rehearsal import with_group
 from eagle3.rehearsing.comparison import differences, last_step
-from eagle3.rehearsing.lengths import outlines, recorded
+from eagle3.rehearsing.lengths import outlines, typical
 from eagle3.rehearsing.reduction import narrowed, reduced
 from eagle3.rehearsing.staging import stage
 from eagle3.rehearsing.table import table_lines
@@ -88,8 +88,8 @@ def test_a_narrowed_drafter_is_always_one_that_can_be_built(
     assert small.vocab_size <= model.vocab_size
 
 
-def test_recorded_lengths_have_the_recorded_mean() -> None:
-    lengths = recorded(20_000, np.random.default_rng(0)).lengths
+def test_typical_lengths_have_the_known_mean() -> None:
+    lengths = typical(20_000, np.random.default_rng(0)).lengths
     assert lengths.mean() == pytest.approx(2353, rel=0.03)
     assert lengths.min() >= 29
     assert lengths.max() <= 8192
@@ -144,7 +144,7 @@ def test_the_same_rehearsal_finds_its_files_again(tmp_path: Path) -> None:
         world_name(model, drawn, 0),
         world_name(model, drawn, 1),
         world_name(replace(model, hidden_size=120), drawn, 0),
-        world_name(model, recorded(4, np.random.default_rng(1)), 0),
+        world_name(model, typical(4, np.random.default_rng(1)), 0),
     }
     assert len(names) == 4
     root = tmp_path / "cache" / "rehearsal" / world_name(model, drawn, config.seed)
