@@ -1,4 +1,4 @@
-"""Ranks: the place of this process among them, how they meet, and where each trains.
+"""Ranks: the place of this process among them, and how they meet.
 
 Several devices mean several processes, started by :mod:`eagle3.launch` or by ``torchrun``; both
 tell a process its place through the same environment variables.
@@ -9,20 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    TorchElasticEnvironment,
-)
-from lightning.pytorch.strategies import DDPStrategy
 
 from eagle3.checks import device_count
 from eagle3.compose import Job
@@ -38,8 +30,6 @@ Usual causes and remedies:
   - a wrong network interface: export GLOO_SOCKET_IFNAME=eth0 (for NCCL: NCCL_SOCKET_IFNAME)
   - a rank did not start, or died before this point: read the messages of the other ranks
   - a slow machine: trainer.all_reduce_timeout_s=300"""
-_BUCKET_MB = 256
-"""MiB of gradients that ranks exchange at once."""
 _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited")
 """What gloo and NCCL say when the process at the other end is gone."""
 
@@ -96,43 +86,6 @@ def resolve_accelerator(trainer: TrainerConfig) -> str:
             "or trainer.accelerator=cpu"
         )
     return "gpu"
-
-
-def placement(config: Config) -> dict[str, Any]:
-    """Arguments of ``lightning.Trainer`` that say where this process trains."""
-    accelerator = resolve_accelerator(config.trainer)
-    ranks = ranks_from_environment() or Ranks()
-    devices = config.trainer.devices
-    return {
-        "accelerator": accelerator,
-        "devices": devices if accelerator == "gpu" else device_count(devices),
-        "num_nodes": ranks.num_nodes,
-        "strategy": _strategy() if ranks.world_size > 1 else "auto",
-        "use_distributed_sampler": False,  # the plan of the data module knows its rank
-    }
-
-
-def _strategy() -> DDPStrategy:
-    """Gradients are views of the buckets, which saves a copy of all of them.
-
-    A layer that is unrolled S times has its gradients only at the end of the backward pass, so
-    small buckets would overlap nothing and cost more messages.
-    """
-    # the option that follows it, in torch 2.13, would send every rank the embeddings it has read
-    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-    return DDPStrategy(
-        gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=_BUCKET_MB
-    )
-
-
-def cluster_environment() -> ClusterEnvironment:
-    """For Lightning: ranks are told by :func:`ranks_from_environment`, also under Slurm.
-
-    Lightning itself would take a job's ``SLURM_*`` variables for those of a rank.
-    """
-    if ranks_from_environment() is None:
-        return LightningEnvironment()
-    return TorchElasticEnvironment()  # torchrun's variables, whoever sets them
 
 
 @contextmanager

@@ -31,9 +31,7 @@ from eagle3.config import RESUME_AUTO, Config
 from eagle3.decoding import decoder
 from eagle3.distributed import (
     Ranks,
-    cluster_environment,
     lost_peer,
-    placement,
     ranks_from_environment,
 )
 from eagle3.inputs import Inputs, load_inputs
@@ -43,6 +41,7 @@ from eagle3.module import DrafterModule
 from eagle3.names import Precision
 from eagle3.optim import LrSchedule
 from eagle3.outcome import Ended, report_outcome
+from eagle3.placement import cluster_environment, placement
 from eagle3.preflighting.command import check_startup
 from eagle3.provenance import Run
 from eagle3.resume import only_process_in

@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning
 
 from eagle3.config import Config
-from eagle3.distributed import Ranks, placement
+from eagle3.distributed import Ranks
 from eagle3.errors import DataError
 from eagle3.fit import quiet_lightning, resolve_precision
 from eagle3.inputs import Inputs, Say, load_inputs
@@ -17,6 +17,7 @@ from eagle3.module import DrafterModule
 from eagle3.names import Precision
 from eagle3.optim import LrSchedule
 from eagle3.outcome import validation_references
+from eagle3.placement import placement
 from eagle3.provenance import Run
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eagle3.checks import check, check_paths
 from eagle3.evaluation.config import EvaluateConfig
-from eagle3.evaluation.held_out import HeldOut, evaluate_held_out
 from eagle3.evaluation.report import Report
 from eagle3.evaluation.settings import evaluation_config
+
+if TYPE_CHECKING:
+    from eagle3.evaluation.held_out import HeldOut
 
 _PREFIX = "val/full_acc/"
 
@@ -26,6 +29,8 @@ def evaluate_drafter(
     config = evaluation_config(settings, overridden)
     check(config)
     check_paths(config)
+    from eagle3.evaluation.held_out import evaluate_held_out  # Lightning, seconds after mistakes
+
     found = evaluate_held_out(config, out, say)
     return _report(f"{settings.ckpt or settings.head} on held-out shards", found)
 

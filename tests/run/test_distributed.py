@@ -17,7 +17,6 @@ from eagle3.distributed import (
     _unless_lost_peer,
     lost_peer,
     must_launch,
-    placement,
     process_group,
     ranks_from_environment,
     resolve_accelerator,
@@ -26,6 +25,7 @@ from eagle3.distributed import (
 from eagle3.errors import ConfigError
 from eagle3.launch import _free_port
 from eagle3.names import Accelerator
+from eagle3.placement import placement
 from tests.tiny_run import clean_environment
 
 ROOT = Path(__file__).parents[2]
