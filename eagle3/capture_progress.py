@@ -12,12 +12,22 @@ class Progress:
     """A line of units done, speed and time left, about every five seconds and at the end."""
 
     def __init__(
-        self, total: int, log: Callable[[str], None], name: str = "capture", unit: str = "tokens"
+        self,
+        total: int,
+        log: Callable[[str], None],
+        name: str = "capture",
+        unit: str = "tokens",
+        more: Callable[[], str] = lambda: "",
     ) -> None:
-        """Start the clock for ``total`` units of the task ``name``."""
+        """Start the clock for ``total`` units of the task ``name``; ``more`` ends every line."""
         self._total, self._log, self._name, self._unit = total, log, name, unit
+        self._more = more
         self._done = 0
         self._start = self._last = time.monotonic()
+
+    def extend(self, units: int) -> None:
+        """More is to do than was known."""
+        self._total += units
 
     def add(self, units: int) -> None:
         """Count finished units."""
@@ -28,10 +38,11 @@ class Progress:
         self._last = now
         rate = self._done / max(now - self._start, 1e-9)
         left = int((self._total - self._done) / rate)
+        speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         self._log(
             f"{self._name}: {self._done:,} of {self._total:,} {self._unit} "
-            f"({self._done / self._total:.0%}), {rate:,.0f} {self._unit}/s, "
-            f"{left // 60}:{left % 60:02d} left"
+            f"({self._done / self._total:.0%}), {speed} {self._unit}/s, "
+            f"{left // 60}:{left % 60:02d} left{self._more()}"
         )
 
 

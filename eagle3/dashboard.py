@@ -45,6 +45,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("loss per TTT step", ("train/loss", "val/loss")),
         Panel("tokens per verifier pass, pooled (too kind)", ("val/acceptance_pooled",)),
         Panel("draft tokens 0..s all right", family="val/full_acc/"),
+        Panel("rounds that accept draft token s", family="val/round_acc/"),
         Panel("draft token s right, given all before", family="val/cond_acc/"),
         Panel("acceptance rate at step s", family="val/accept_rate/"),
         Panel("verifier tokens in the draft vocabulary", ("val/coverage",)),

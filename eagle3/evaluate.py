@@ -1,6 +1,7 @@
 """How good is a drafter? ``python -m eagle3.evaluate ckpt=RUN/checkpoints/best.ckpt``.
 
-On held-out shards, or behind a running server (``server=URL``).
+On held-out shards, decoding live (``live.held_out=40`` or ``prompts=FILE``), or behind a running
+server (``server=URL``).
 """
 
 from __future__ import annotations
@@ -8,10 +9,15 @@ from __future__ import annotations
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from eagle3.capture_progress import print_line
 from eagle3.compose import Command, Job, entry_point
 from eagle3.errors import ConfigError
 from eagle3.evaluation.config import EvaluateConfig
+
+if TYPE_CHECKING:
+    from eagle3.evaluation.report import Report
 
 EVALUATE = Command("evaluate", EvaluateConfig)
 
@@ -19,16 +25,11 @@ EVALUATE = Command("evaluate", EvaluateConfig)
 def evaluate(settings: EvaluateConfig, job: Job) -> float:
     """Judge, print, and write ``evaluation.{json,md,png}``; returns the acceptance length."""
     from eagle3.evaluation import report as reports  # seconds of imports
+    from eagle3.evaluation.speed_report import add_prediction
 
     out = output_folder(settings)
-    if settings.server is not None:
-        from eagle3.evaluation.serving import evaluate_server
-
-        report = evaluate_server(settings, print)
-    else:
-        from eagle3.evaluation.offline import evaluate_drafter
-
-        report = evaluate_drafter(settings, job.overridden, out, print)
+    report = judge(settings, job, out)
+    add_prediction(report, settings.speed)
     reports.write(report, out)
     print(*report.lines(), sep="\n")
     print(f"written: {out / reports.NAME}.md")
@@ -37,6 +38,23 @@ def evaluate(settings: EvaluateConfig, job: Job) -> float:
 
         print(add_to_summary(settings, report.figures))
     return next(iter(report.figures.values()))
+
+
+def judge(settings: EvaluateConfig, job: Job, out: Path) -> Report:
+    """By what the settings name: a server, prompts, held-out shards, or figures alone."""
+    if settings.server is not None:
+        from eagle3.evaluation.serving import evaluate_server
+
+        return evaluate_server(settings, print_line)
+    from eagle3.evaluation.offline import evaluate_drafter, evaluate_live, only_figures
+
+    if only_figures(settings):
+        from eagle3.evaluation.report import Report
+
+        return Report(f"Acceptance {settings.speed.acceptance}")
+    if settings.prompts is not None:
+        return evaluate_live(settings, job.overridden, print_line)
+    return evaluate_drafter(settings, job.overridden, out, print_line)
 
 
 def output_folder(settings: EvaluateConfig) -> Path:

@@ -10,9 +10,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from eagle3.data.batch import PackedBatch
-from eagle3.decoding import Decode
 from eagle3.metrics import chain_results
 from eagle3.objective import StepResult
+from eagle3.token_text import Decode
 
 COUNT = 16
 _CONTEXT_TOKENS = 12

@@ -28,7 +28,6 @@ from eagle3.callbacks.stop_signals import StopSignals
 from eagle3.callbacks.tables import Tables
 from eagle3.checks import accumulate
 from eagle3.config import RESUME_AUTO, Config
-from eagle3.decoding import decoder
 from eagle3.distributed import (
     Ranks,
     lost_peer,
@@ -48,6 +47,7 @@ from eagle3.resume import only_process_in
 from eagle3.run_folder import EARLY_STOP, FINISHED, INTERRUPTED, MAX_STEPS, checkpoints
 from eagle3.serving.recorded import export_facts
 from eagle3.slurm import requeue
+from eagle3.token_text import decoder
 
 
 def fit(config: Config, run: Run) -> float:

@@ -28,7 +28,7 @@ from torchmetrics import Metric
 
 from eagle3.data.batch import PackedBatch
 from eagle3.objective import StepResult
-from eagle3.replay import replay
+from eagle3.replay import replay, walk
 
 LENGTH_BUCKETS = (("0-1k", 1024), ("1-2k", 2048), ("2-4k", 4096), ("4-8k", 8192))
 _LAST_BUCKET = "8k+"
@@ -87,6 +87,7 @@ class AcceptanceMetrics(Metric):
     covered: Tensor
     emitted: Tensor
     rounds: Tensor
+    round_accepted: Tensor
     bucket_rows: Tensor
     bucket_right: Tensor
     by_source: Tensor
@@ -95,9 +96,8 @@ class AcceptanceMetrics(Metric):
         super().__init__()
         self.sources = tuple(sources) if len(sources) > 1 else ()
         buckets = len(LENGTH_BUCKETS) + 1
-        sizes = dict.fromkeys(
-            ("chains", "accepted", "conditional", "overlap", "rows", "loss"), draft_steps
-        )
+        by_step = ("chains", "accepted", "conditional", "overlap", "rows", "loss")
+        sizes = dict.fromkeys((*by_step, "round_accepted"), draft_steps)
         sizes |= dict.fromkeys(("top1", "covered", "emitted", "rounds"), 1)
         sizes |= dict.fromkeys(("bucket_rows", "bucket_right"), buckets)
         # the last row holds documents of other labels
@@ -138,9 +138,11 @@ class AcceptanceMetrics(Metric):
         emits[:-1] = batch.loss_mask[1:] & (documents[1:] == documents[:-1])
         walkable = (emits & chain.gated[:, 0]).cpu().numpy()
         accepted = chain.accepted.sum(1).cpu().numpy()
-        emitted, rounds = replay(walkable, accepted)
-        self.emitted += emitted
-        self.rounds += rounds
+        emitted, taken = walk(walkable, accepted)
+        self.emitted += int(emitted.sum())
+        self.rounds += len(emitted)
+        for step in range(len(self.round_accepted)):
+            self.round_accepted[step] += int((taken > step).sum())
         if self.sources:
             self._add_sources(batch, chain, walkable, accepted)
 
@@ -185,8 +187,10 @@ class AcceptanceMetrics(Metric):
         }
         conditional = _ratio(self.accepted, self.conditional)
         overlap = _ratio(self.overlap, self.chains)
+        by_round = _ratio(self.round_accepted, self.rounds)
         for step in range(len(prefix)):
             out[f"full_acc/{step}"] = float(prefix[step])
+            out[f"round_acc/{step}"] = float(by_round[step])
             out[f"cond_acc/{step}"] = float(conditional[step])
             out[f"accept_rate/{step}"] = float(overlap[step])
         names = [name for name, _ in LENGTH_BUCKETS] + [_LAST_BUCKET]

@@ -211,6 +211,41 @@ class CaptureSource(StrEnum):
     smollm2_tokens = "smollm2_tokens"
 
 
+class CaptureMode(StrEnum):
+    """What ``python -m eagle3.capture`` does: ``forecast`` only counts, ``merge`` joins the
+    directories of several machines, ``verify`` captures some samples again and compares."""
+
+    capture = "capture"
+    forecast = "forecast"
+    merge = "merge"
+    verify = "verify"
+
+
+class CaptureFormat(StrEnum):
+    """Native shards, or one ``.pt`` file a document, on which training can start at once."""
+
+    native = "native"
+    v1 = "v1"
+
+
+class StatesDtype(StrEnum):
+    """In which a verifier computes, and in which its states are stored."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Regenerate(StrEnum):
+    """Which answers the verifier writes: none, those that a prompt waits for, the last one of
+    every conversation, or all."""
+
+    off = "off"
+    missing = "missing"
+    last = "last"
+    all = "all"
+
+
 class ServerForm(StrEnum):
     """How a running server hands out states, see :mod:`eagle3.verifier.states`."""
 
@@ -265,3 +300,12 @@ class ExportDtype(StrEnum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     float32 = "float32"
+
+
+class DecodingPart(StrEnum):
+    """What speculative decoding spends its time on; ``prefill``: the prompt, through both."""
+
+    prefill = "prefill"
+    verifier = "verifier"
+    drafter = "drafter"
+    choice = "choice"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from eagle3.decoding import decoder
 from eagle3.examples import Example, pick_examples, table
+from eagle3.token_text import decoder
 from tests.helpers import judge, make_document, pack, tiny_drafter, tiny_head
 
 

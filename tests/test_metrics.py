@@ -103,6 +103,8 @@ def test_three_steps_by_hand() -> None:
     assert values["loss"] == pytest.approx((2 + 3 + 4) / 3)
     # Rows 0..4 emit x2..x6. Row 0 accepts 3 and emits 4; row 4 accepts 2 but only x6 is left.
     assert values["acceptance_replay"] == pytest.approx((4 + 1) / 2)
+    # The draft for x6 counts, that for a token behind it does not.
+    assert [values[f"round_acc/{step}"] for step in range(3)] == [1.0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(

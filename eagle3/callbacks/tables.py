@@ -10,10 +10,10 @@ import lightning
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 
-from eagle3.decoding import Decode
 from eagle3.examples import table
 from eagle3.model.build import ParameterRow
 from eagle3.module import DrafterModule
+from eagle3.token_text import Decode
 
 EXAMPLES_FILE = "examples.csv"
 

@@ -57,6 +57,27 @@ class PackedBatch:
     index: int = 0
     """Place in the epoch's plan; (seed, epoch, index) seeds the noise of this pack."""
 
+    @classmethod
+    def of_rows(cls, input_ids: Tensor, aux_hidden: Tensor) -> PackedBatch:
+        """The rows [T] of one document that a drafter unrolls over; nothing judges them.
+
+        Args:
+            input_ids: int64 [T], token x_{i+1} of row i.
+            aux_hidden: [T, K*H], states g_i.
+        """
+        length, device = len(input_ids), input_ids.device
+        return cls(
+            input_ids=input_ids,
+            next_ids=torch.full_like(input_ids, -1),
+            aux_hidden=aux_hidden,
+            last_hidden=torch.zeros(length, 1, device=device),
+            loss_mask=torch.ones(length, dtype=torch.bool, device=device),
+            document_ids=torch.zeros_like(input_ids),
+            position_ids=torch.arange(length, device=device),
+            start_mask=torch.ones(length, dtype=torch.bool, device=device),
+            document_lengths=(length + 1,),
+        )
+
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 

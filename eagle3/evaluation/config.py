@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from eagle3.config import DataConfig, ModelConfig, PathsConfig, TrainerConfig, ValConfig
+from eagle3.names import StatesDtype
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,48 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
+class LiveConfig:
+    """Speculative decoding in this process."""
+
+    held_out: int = 0
+    """So many held-out documents, spread over all; the verifier answers their prompts. 0: none."""
+    num_prompts: int | None = None
+    """Of ``prompts``, spread over the file; null: all."""
+    draft_tokens: list[int] = field(default_factory=lambda: [3])
+    """Drafts of a round (servers: num_speculative_tokens). Several take turns, batch by batch; the
+    first is the one that is reported as ``live/*``."""
+    max_new_tokens: int = 192
+    batch_size: int = 1
+    """Prompts that are answered together."""
+    temperature: float = 0.0
+    """0: greedy; the verifier's answers are then compared with its own ``generate``."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    seed: int = 0
+    """Of the choice of prompts, and of sampling."""
+    dtype: StatesDtype = StatesDtype.float32
+    """In which verifier and drafter compute."""
+    device: str = "auto"
+    """``auto``: a GPU where there is one."""
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """What drafting would be worth on a large server, by arithmetic."""
+
+    baseline_tok_s: float | None = None
+    """Tokens per second of one user without drafting; null: no prediction."""
+    acceptance: list[float] = field(default_factory=list)
+    """Share of rounds that accept draft 1, 2, ...; empty: as this evaluation finds it."""
+    verifier_cost: list[float] = field(default_factory=list)
+    """Time of a verifier pass over 1, 2, ... tokens of each sequence, as a multiple of the first;
+    empty: all 1, which is the best that a server can do."""
+    drafter_ms: float = 0.0
+    """Milliseconds of one draft."""
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     """What is judged, and on what. Groups left out are those of the checkpoint's run."""
 
@@ -32,7 +75,7 @@ class EvaluateConfig:
     head: str | None = None
     """Directory or file of a trained head of another maker, or an export; needs the paths."""
     prompts: str | None = None
-    """Prompts or conversations, one a line, for a server."""
+    """Prompts, conversations or token ids, one a line, for a server or to decode here."""
     server: str | None = None
     """URL of a server that drafts; prompts are sent to it."""
     baseline_server: str | None = None
@@ -52,3 +95,5 @@ class EvaluateConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     val: ValConfig = field(default_factory=ValConfig)
     serve: ServerConfig = field(default_factory=ServerConfig)
+    live: LiveConfig = field(default_factory=LiveConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)

@@ -31,8 +31,14 @@ class Report:
     """Cheap drafters on the same rows."""
     by_position: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Share of rounds that accept draft 1, 2, ..., by what was judged."""
+    lengths: list[float] = field(default_factory=list)
+    """Acceptance length with 1, 2, ... drafts a round."""
     speeds: dict[str, float] = field(default_factory=dict)
     """Tokens per second, with and without drafting."""
+    curves: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Speed over that without drafting, by number of drafts."""
+    tables: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    """Rows of named columns."""
     notes: list[str] = field(default_factory=list)
     """Warnings and explanations."""
     details: dict[str, Any] = field(default_factory=dict)
@@ -46,6 +52,8 @@ class Report:
         for name, found in self.references.items():
             values = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
             yield f"reference {name}: {values}"
+        for title, rows in self.tables.items():
+            yield from ("", title, *_aligned(rows))
         yield from self.notes
 
 
@@ -56,7 +64,10 @@ def write(report: Report, out: Path) -> None:
         "figures": _plain(report.figures),
         "references": report.references,
         "by_position": report.by_position,
+        "lengths": report.lengths,
         "speeds": report.speeds,
+        "curves": report.curves,
+        "tables": report.tables,
         "notes": report.notes,
         "details": report.details,
     }
@@ -80,18 +91,34 @@ def _markdown(report: Report) -> Iterator[str]:
         yield f"| `{name}` | {value:.4g} |"
     for name, found in report.references.items():
         yield f"| {name}, acceptance length | {found.get('acceptance', math.nan):.4g} |"
+    for title, rows in report.tables.items():
+        yield from ("", f"## {title}", "", *_markdown_table(rows))
     if report.notes:
         yield ""
         yield from (f"- {note.strip()}" for note in report.notes)
 
 
+def _markdown_table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    yield f"| {' | '.join(rows[0])} |"
+    yield "|---" * len(rows[0]) + "|"
+    yield from (f"| {' | '.join(row.values())} |" for row in rows)
+
+
+def _aligned(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    width = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    yield "  ".join(name.rjust(width[name]) for name in rows[0])
+    for row in rows:
+        yield "  ".join(value.rjust(width[name]) for name, value in row.items())
+
+
 def draw(report: Report, path: Path) -> None:
-    """Panels: acceptance by position, acceptance lengths, tokens per second."""
+    """Panels: acceptance by position, acceptance lengths, tokens per second, speed by drafts."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(15, 4.4), dpi=110, layout="constrained")
+        figure = Figure(figsize=(13, 8.4), dpi=110, layout="constrained")
         FigureCanvasAgg(figure)
-        positions, lengths, speeds = figure.subplots(1, 3)
+        (positions, lengths), (speeds, curves) = figure.subplots(2, 2)
         _draw_positions(positions, report.by_position)
+        _draw_curves(curves, report.curves)
         _draw_bars(lengths, "tokens per verifier pass", _lengths(report), bottom=1.0)
         _draw_bars(speeds, "tokens per second", report.speeds, bottom=0.0)
         figure.suptitle(report.title, fontsize=12)
@@ -115,6 +142,22 @@ def _draw_positions(axes: Axes, by_position: Mapping[str, Sequence[float]]) -> N
     axes.set_xlabel("draft token k")
     axes.set_ylim(0.0, 1.0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend_or_nothing(axes)
+
+
+def _draw_curves(axes: Axes, curves: Mapping[str, Mapping[int, float]]) -> None:
+    axes.set_title("speed over that without drafting")
+    for (name, values), color in zip(curves.items(), PALETTE, strict=False):
+        measured = name == "measured"
+        style, size = ("", 9) if measured else ("-", 4)
+        axes.plot(
+            list(values), list(values.values()), marker="o", linestyle=style, markersize=size,
+            color=color, label=name,
+        )  # fmt: skip
+    if curves:
+        axes.axhline(1.0, color="grey", linewidth=1)
+        axes.set_xlabel("drafts of a round")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend_or_nothing(axes)
 
 

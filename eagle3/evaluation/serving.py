@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eagle3.conversations.reading import read_conversations
+from eagle3.decoding.speed import lengths_of
 from eagle3.errors import ConfigError
 from eagle3.evaluation.config import EvaluateConfig
 from eagle3.evaluation.diagnosis import diagnosis
@@ -44,6 +45,7 @@ def evaluate_server(settings: EvaluateConfig, say: Callable[[str], None]) -> Rep
         report.figures["serve/speedup"] = report.figures["serve/tokens_per_s"] / baseline
     if drafting.by_position:
         report.by_position["server"] = drafting.by_position
+        report.lengths = lengths_of(drafting.by_position)
     export = None if settings.export_dir is None else Path(settings.export_dir)
     report.notes += diagnosis(drafting.acceptance_length, export)
     return report

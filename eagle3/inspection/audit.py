@@ -14,7 +14,6 @@ from eagle3.data.masks import Runs
 from eagle3.data.packing import PackingRule
 from eagle3.data.sources import label
 from eagle3.data.vocab_files import read_vocab_map
-from eagle3.decoding import decoder
 from eagle3.errors import ConfigError
 from eagle3.inspection.agreement import agreement_facts, passes
 from eagle3.inspection.contents import content_facts, document_name
@@ -39,6 +38,7 @@ from eagle3.inspection.states import (
     state_facts,
 )
 from eagle3.names import LongDocuments, TrainOn
+from eagle3.token_text import decoder
 
 PROBED_TOKENS = 1024
 """Tokens that the verifier's head is applied to; a rate over them is known to 3 points or so."""

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle3.decoding import Decode
 from eagle3.inspection.facts import Shown, Span
+from eagle3.token_text import Decode
 
 _HEAD, _TAIL = 500, 200
 _BOLD_GREEN, _RESET = "\033[1;32m", "\033[0m"

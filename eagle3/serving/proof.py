@@ -87,7 +87,7 @@ def proof_states(source: ExportSource) -> ProofStates:
     except (UserError, OSError) as error:
         width = (ROWS, model.num_aux_layers * model.hidden_size)
         ids = torch.randint(0, model.vocab_size, (ROWS,), generator=generator)
-        batch = _one_document(ids, torch.randn(width, generator=generator))
+        batch = PackedBatch.of_rows(ids, torch.randn(width, generator=generator))
         reason = str(error).splitlines()[0]
         origin = f"made-up states ({reason:.90})"
     if source.verifier_directory is not None and any(
@@ -132,22 +132,7 @@ def _real_states(source: ExportSource) -> PackedBatch:
         batch = data.sample_batch(4 * ROWS)
     document = int(batch.document_ids.bincount().argmax())
     rows = (batch.document_ids == document).nonzero()[:ROWS, 0]
-    return _one_document(batch.input_ids[rows], batch.aux_hidden[rows].float())
-
-
-def _one_document(ids: Tensor, aux_hidden: Tensor) -> PackedBatch:
-    length = len(ids)
-    return PackedBatch(
-        input_ids=ids,
-        next_ids=torch.full((length,), -1),
-        aux_hidden=aux_hidden,
-        last_hidden=torch.zeros(length, 1),
-        loss_mask=torch.ones(length, dtype=torch.bool),
-        document_ids=torch.zeros(length, dtype=torch.int64),
-        position_ids=torch.arange(length),
-        start_mask=torch.ones(length, dtype=torch.bool),
-        document_lengths=(length + 1,),
-    )
+    return PackedBatch.of_rows(batch.input_ids[rows], batch.aux_hidden[rows].float())
 
 
 def _layers(directory: Path, engine: str, version: tuple[int, ...], source: ExportSource) -> Check:

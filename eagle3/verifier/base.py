@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from eagle3.errors import VerifierError
+from eagle3.verifier.states import StatesOffer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "chat_template.jinja")
 SAMPLED_BYTES = 1 << 20
@@ -42,11 +43,30 @@ class CapturedStates:
     aux: tuple[Tensor, ...]
     """One [n, H] tensor per requested layer id, in the order of the request."""
     last: Tensor
-    """[n, H], the residual stream entering the final norm."""
+    """[n, H], before or after the final norm, as :attr:`Verifier.offer` says."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are generated."""
+
+    max_new_tokens: int
+    """The end-of-sequence token counts."""
+    temperature: float = 0.0
+    """0: the best token always."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    seed: int = 0
 
 
 class Verifier(Protocol):
     """A capture back end."""
+
+    @property
+    def offer(self) -> StatesOffer:
+        """What it gives, for the record of a capture."""
+        ...
 
     def describe(self) -> VerifierDescription:
         """Identity and sizes."""
@@ -56,6 +76,22 @@ class Verifier(Protocol):
         self, token_ids: Sequence[Tensor], aux_layer_ids: Sequence[int]
     ) -> list[CapturedStates]:
         """Prefill a batch of documents; layer id k is the residual stream entering layer k."""
+        ...
+
+
+class Generator(Protocol):
+    """A back end that also writes answers."""
+
+    def generate(self, prompts: Sequence[Tensor], sampling: Sampling) -> list[Tensor]:
+        """Answers to a batch of prompts.
+
+        Args:
+            prompts: int64 [n] each, n >= 1.
+            sampling: The same prompts with the same sampling give the same answers.
+
+        Returns:
+            int64 [m] each: the new tokens, with the one that ends the answer where it came in time.
+        """
         ...
 
 

@@ -1,4 +1,4 @@
-"""Hidden states of a Hugging Face model by one prefill.
+"""A Hugging Face model in this process: hidden states by one prefill, and answers.
 
 Where the states are taken, for a model of n layers::
 
@@ -25,12 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.errors import VerifierError
+from eagle3.names import LastHidden
 from eagle3.verifier.base import (
     CapturedStates,
+    Sampling,
     VerifierDescription,
     describe_verifier,
     require_extra,
 )
+from eagle3.verifier.states import StatesOffer, dtype_name
 
 
 class HuggingFaceVerifier:
@@ -42,7 +45,7 @@ class HuggingFaceVerifier:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Load the decoder.
+        """Load the model.
 
         Args:
             directory: Holds ``config.json`` and ``*.safetensors``. No code from it is run.
@@ -54,21 +57,21 @@ class HuggingFaceVerifier:
                 has no list of ``layers`` with a final ``norm``.
         """
         self._description = describe_verifier(directory)
-        require_extra("transformers")
-        from transformers import AutoModel
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()  # ours are plain lines
         self.device = torch.device(device)
-        self.decoder = AutoModel.from_pretrained(
-            directory, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        )
-        self.decoder.eval().requires_grad_(False).to(self.device)
+        self.model = _load(directory, dtype)
+        self.model.eval().requires_grad_(False).to(self.device)
+        self.decoder = self.model.base_model
         self._layers, self._norm = _find_layers(self.decoder, directory)
+        self.offer = _offer(self.model, self._description, dtype, len(self._layers))
 
     def describe(self) -> VerifierDescription:
         """Identity and sizes."""
         return self._description
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, as the model's files say; a model may have several."""
+        return tuple(_end_ids(self.model))
 
     @torch.inference_mode()
     def capture(
@@ -90,7 +93,7 @@ class HuggingFaceVerifier:
         self._check(token_ids, aux_layer_ids)
         padded = nn.utils.rnn.pad_sequence(list(token_ids), batch_first=True)
         last_id = len(self._layers)
-        with self._recorded({*aux_layer_ids, last_id}) as states:
+        with self.recorded({*aux_layer_ids, last_id}) as states:
             self.decoder(padded.to(self.device), use_cache=False)
         return [
             CapturedStates(
@@ -99,6 +102,61 @@ class HuggingFaceVerifier:
             )
             for row, ids in enumerate(token_ids)
         ]
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Tensor) -> Tensor:
+        """The model's own logits of one document, [n, V] float32, to check states against.
+
+        Raises:
+            VerifierError: the directory holds a model without a head.
+        """
+        self._require_head()
+        self._check([token_ids], [])
+        output = self.model(token_ids[None].to(self.device), use_cache=False)
+        return output.logits[0].float()
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Tensor], sampling: Sampling) -> list[Tensor]:
+        """See :class:`eagle3.verifier.base.Generator`.
+
+        Raises:
+            VerifierError: a model without a head, or a token outside the vocabulary.
+        """
+        self._require_head()
+        self._check(prompts, [])
+        from transformers import GenerationConfig
+
+        ends = _end_ids(self.model)
+        options = GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=sampling.temperature > 0,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+            bos_token_id=None,
+            **_sampling_options(sampling),
+        )
+        ids, present = _padded_left(prompts)
+        kept = self.model.generation_config
+        # What the model's files say would fill every option that is left out here.
+        self.model.generation_config = GenerationConfig()
+        try:
+            with torch.random.fork_rng([] if self.device.type == "cpu" else [self.device]):
+                torch.manual_seed(sampling.seed)
+                written = self.model.generate(
+                    ids.to(self.device),
+                    attention_mask=present.to(self.device),
+                    generation_config=options,
+                )
+        finally:
+            self.model.generation_config = kept
+        return [_until_end(row, ends) for row in written[:, ids.shape[1] :].cpu()]
+
+    def _require_head(self) -> None:
+        if not hasattr(self.model, "lm_head"):
+            raise VerifierError(
+                f"{self._description.name}: {type(self.model).__name__} has no lm_head, expected a "
+                "language model with its head. Name its class under 'architectures' in config.json."
+            )
 
     def _check(self, token_ids: Sequence[Tensor], aux_layer_ids: Sequence[int]) -> None:
         wrong_layers = [k for k in aux_layer_ids if not 0 <= k <= len(self._layers)]
@@ -116,7 +174,7 @@ class HuggingFaceVerifier:
                 )
 
     @contextmanager
-    def _recorded(self, layer_ids: set[int]) -> Iterator[dict[int, Tensor]]:
+    def recorded(self, layer_ids: set[int]) -> Iterator[dict[int, Tensor]]:
         states: dict[int, Tensor] = {}
         modules = [*self._layers, self._norm]
 
@@ -134,6 +192,77 @@ class HuggingFaceVerifier:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _load(directory: Path, dtype: torch.dtype) -> Any:
+    """The class that config.json names, which has the head too; else the decoder alone."""
+    require_extra("transformers")
+    import transformers
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # ours are plain lines
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    base = transformers.PreTrainedModel
+    known = [each for each in named if isinstance(each, type) and issubclass(each, base)]
+    loader: Any = known[0] if known else transformers.AutoModel
+    return loader.from_pretrained(
+        directory, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
+
+
+def _offer(
+    model: Any, description: VerifierDescription, dtype: torch.dtype, num_layers: int
+) -> StatesOffer:
+    import transformers
+
+    quantization = getattr(model.config, "quantization_config", None)
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    return StatesOffer(
+        engine="transformers",
+        version=str(transformers.__version__),
+        form="prefill in this process",
+        model=description.name,
+        dtype=dtype_name(dtype),
+        quantization=None if method is None else str(getattr(method, "quant_method", method)),
+        aux_layer_ids=tuple(range(num_layers + 1)),
+        server_layer_ids=None,
+        last_hidden=LastHidden.pre_norm,
+    )
+
+
+def _sampling_options(sampling: Sampling) -> dict[str, Any]:
+    """Greedy generation takes none of them, and transformers warns of those it does not take."""
+    if sampling.temperature == 0:
+        return {}
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
+
+
+def _end_ids(model: Any) -> list[int]:
+    found = model.generation_config.eos_token_id
+    found = model.config.eos_token_id if found is None else found
+    return [found] if isinstance(found, int) else list(found or ())
+
+
+def _padded_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids and the mask of those that are there, int64 [B, longest]: answers begin in one column."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    present = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        present[row, longest - len(prompt) :] = 1
+    return ids, present
+
+
+def _until_end(ids: Tensor, ends: Sequence[int]) -> Tensor:
+    """``ids`` up to the first end of sequence, that one included."""
+    places = torch.isin(ids, torch.tensor(ends, dtype=ids.dtype)).nonzero()
+    return ids if not len(places) else ids[: int(places[0]) + 1]
 
 
 def _find_layers(decoder: nn.Module, directory: Path) -> tuple[nn.ModuleList, nn.Module]:

@@ -51,7 +51,7 @@ def test_a_checkpoint_has_the_figures_of_its_run(world: TinyWorld, tmp_path: Pat
             assert value == pytest.approx(curve(run, name)[-1], rel=1e-5), name
     assert "val/acceptance_replay" in done.stdout
     assert found["references"], "cheap drafters on the same rows"
-    assert len(found["by_position"]["held-out rows"]) == 3
+    assert len(found["by_position"]["held-out rounds"]) == 3
     assert (tmp_path / "out" / "evaluation.png").stat().st_size > 10_000
     assert "val/acceptance_replay" in (tmp_path / "out" / "evaluation.md").read_text()
 
@@ -62,7 +62,7 @@ def test_what_the_command_line_says_replaces_the_setting_of_the_run(
     (run,) = world.run_folders()
     best = run / "checkpoints" / "best.ckpt"
     evaluate(tmp_path, f"ckpt={best}", f"out={tmp_path}", "val.draft_steps=2")
-    assert len(read(tmp_path)["by_position"]["held-out rows"]) == 2
+    assert len(read(tmp_path)["by_position"]["held-out rounds"]) == 2
 
 
 @pytest.mark.parametrize(
