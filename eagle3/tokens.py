@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from eagle3.errors import DataError
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ def _shown(value: Any) -> str:
 
 
 def spread_subset(
-    sequences: Sequence[TokenSequence], num_samples: int | None, seed: int = 0
-) -> tuple[TokenSequence, ...]:
+    sequences: Sequence[_Item], num_samples: int | None, seed: int = 0
+) -> tuple[_Item, ...]:
     """A seeded subset spread over the whole file, which may be ordered by kind.
 
     The file is cut into ``num_samples`` blocks of consecutive documents, equal in size to within
