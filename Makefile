@@ -2,6 +2,7 @@
 # make test   lint, types and tests
 # make soak   twenty random kills of real runs, ten minutes; FILE=kills.csv keeps them
 # make rehearsal   the whole path of kimi_100k on CPU, killed and resumed; EXPERIMENT=name for another
+# make engine-check   the draft classes of SGLang and vLLM load and run exports on CPU (400 MB of wheels)
 # make gpu-check   what only a CUDA device can tell, into gpu_report.txt
 # All make .venv and install on the first call. Another interpreter: make test PYTHON=python3.12
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test rehearsal soak gpu-check install clean
+.PHONY: demo test rehearsal soak engine-check gpu-check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m eagle3.train experiment=smollm2_quickstart
@@ -27,6 +28,13 @@ soak: $(INSTALLED)
 
 rehearsal: $(INSTALLED)
 	$(BIN)/python -m eagle3.rehearsal experiment=$(or $(EXPERIMENT),kimi_100k)
+
+ENGINES := .venv-engines
+engine-check: $(INSTALLED)
+	test -d $(ENGINES) || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[verifier]'
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps -r tests/engine/requirements.txt
+	EAGLE3_ENGINE_PYTHON=$(CURDIR)/$(ENGINES)/bin/python $(BIN)/python -m pytest -m engine tests/engine
 
 gpu-check: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_check.py --out gpu_report.txt
@@ -46,4 +54,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(ENGINES)

@@ -8,7 +8,7 @@ import torch
 
 from eagle3.capture_config import STORED_DTYPE, CaptureRequest
 from eagle3.errors import VerifierError
-from eagle3.tokens import TokenSequence
+from eagle3.tokens import SupervisedIds
 from eagle3.verifier.base import CapturedStates
 
 _FILE_OVERHEAD_BYTES = 6144
@@ -22,7 +22,7 @@ def stored_bytes(num_tokens: int, num_documents: int, request: CaptureRequest) -
     return num_tokens * (state_bytes + id_and_mask_bytes) + num_documents * _FILE_OVERHEAD_BYTES
 
 
-def save_document(path: Path, sequence: TokenSequence, states: CapturedStates) -> None:
+def save_document(path: Path, sequence: SupervisedIds, states: CapturedStates) -> None:
     """Write ``input_ids``, ``loss_mask`` and ``hidden_states``, then rename into place.
 
     Raises:
@@ -51,7 +51,7 @@ def remove_leftovers(directory: Path) -> None:
         leftover.unlink()
 
 
-def is_whole(path: Path, sequence: TokenSequence, request: CaptureRequest) -> bool:
+def is_whole(path: Path, sequence: SupervisedIds, request: CaptureRequest) -> bool:
     """Whether ``path`` holds this document's states; reads the token ids only."""
     if not path.exists():
         return False

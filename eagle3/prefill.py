@@ -10,6 +10,8 @@ stopped when it is called again. ``data_config.json`` comes last (:mod:`eagle3.c
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +35,7 @@ from eagle3.document_files import is_whole, remove_leftovers, save_document, sto
 from eagle3.errors import ConfigError, DataError
 from eagle3.locking import exclusive
 from eagle3.tokens import (
+    SupervisedIds,
     TokenSequence,
     asset_path,
     content_hash,
@@ -76,7 +79,7 @@ class _Job:
     """One capture after all checks."""
 
     request: CaptureRequest
-    sequences: Sequence[TokenSequence]
+    sequences: Sequence[SupervisedIds]
     directory: Path
     batch_tokens: int
     device: torch.device | str
@@ -128,13 +131,14 @@ def capture_token_file(
         dtype=dtype,
         device=device,
         source=token_file.name,
+        token_hash=content_hash(sequences),
         log=log,
     )
 
 
 def capture_sequences(
     verifier_dir: Path,
-    sequences: Sequence[TokenSequence],
+    sequences: Sequence[SupervisedIds],
     out_dir: Path,
     *,
     aux_layer_ids: Sequence[int],
@@ -142,11 +146,13 @@ def capture_sequences(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     source: str = "token sequences",
+    token_hash: str | None = None,
     log: Callable[[str], None] = print_line,
 ) -> CaptureSummary:
     """Capture these documents; document i becomes ``data_{i}.pt``.
 
-    See :func:`capture_token_file`; ``source`` says in ``data_config.json`` where the ids came from.
+    See :func:`capture_token_file`; ``source`` says in ``data_config.json`` where the ids came from,
+    ``token_hash`` is their hash where it is known.
     """
     verifier = describe_verifier(verifier_dir)
     _check_layers(aux_layer_ids, verifier)
@@ -158,7 +164,7 @@ def capture_sequences(
         dtype=dtype,
         num_samples=len(sequences),
         num_tokens=sum(len(s.ids) for s in sequences),
-        token_hash=content_hash(sequences),
+        token_hash=token_hash or _hash(sequences),
         source=source,
     )
     job = _Job(request, sequences, out_dir, batch_tokens, device, log)
@@ -166,6 +172,13 @@ def capture_sequences(
         return CaptureSummary(request.num_samples, request.num_tokens, request.num_samples, 0, 0.0)
     with exclusive(out_dir / ".lock", log):
         return _complete(job)
+
+
+def _hash(sequences: Sequence[SupervisedIds]) -> str:
+    digest = hashlib.sha256()
+    for sequence in sequences:
+        digest.update(json.dumps([sequence.ids, sequence.loss_mask]).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def _check_layers(aux_layer_ids: Sequence[int], verifier: VerifierDescription) -> None:
@@ -180,7 +193,7 @@ def _check_layers(aux_layer_ids: Sequence[int], verifier: VerifierDescription) -
         )
 
 
-def _check_tokens(sequences: Sequence[TokenSequence], verifier: VerifierDescription) -> None:
+def _check_tokens(sequences: Sequence[SupervisedIds], verifier: VerifierDescription) -> None:
     for index, sequence in enumerate(sequences):
         largest = max(sequence.ids, default=verifier.vocab_size)
         if largest >= verifier.vocab_size:

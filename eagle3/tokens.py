@@ -16,11 +16,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from eagle3.errors import DataError
 
 _Item = TypeVar("_Item")
+
+
+class SupervisedIds(Protocol):
+    """What a capture has to know of a document of n tokens."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All token ids."""
+        ...
+
+    @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 on supervised tokens."""
+        ...
 
 
 @dataclass(frozen=True)

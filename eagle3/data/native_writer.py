@@ -99,6 +99,11 @@ class NativeWriter:
         return len(self._borders) - 1
 
     @property
+    def borders(self) -> tuple[int, ...]:
+        """First document of each planned shard, and the number of documents."""
+        return tuple(self._borders)
+
+    @property
     def skipped(self) -> dict[int, str]:
         """Documents that are left out, and why."""
         return dict(self._journal.content.skipped)

@@ -1,0 +1,1 @@
+"""From prompts or token ids to a directory of hidden states that can be trusted."""
