@@ -9,9 +9,9 @@ fsync of the directory). Beside each save, in turn, the same bytes are written a
 of 16 MiB, which is what the disk itself takes. Training waits for a save, so all of it counts.
 
 The seconds at full width are the bytes over the rate of the slowest save of the largest size. Their
-share is taken of ``trainer.checkpoint_every_minutes``, the gate of 2 % is for that; saves at epoch
-ends and of the best come on top and are shown for an epoch whose length is a forecast, not a
-measurement. No card is used.
+share is taken of the pause between saves by time, ``trainer.checkpoint_every_minutes`` or what a slow
+disk makes of it, and the gate of 2 % is for that; saves at epoch ends and of the best come on top and
+are shown for an epoch whose length is a forecast, not a measurement. No card is used.
 
 ``--quick`` measures the smallest size only. ``--dir`` names the disk (the current directory).
 """
@@ -41,6 +41,7 @@ from eagle3.compose import conf_dir, register_schema, to_config
 from eagle3.config import Config, OptimConfig
 from eagle3.names import CardName
 from eagle3.optim import build_optimizer
+from eagle3.planning.saving import pause_s
 from eagle3.preflighting.forecast import MFU, checkpoint_bytes, planned_rate
 from eagle3.preflighting.machine import CARDS
 
@@ -150,11 +151,13 @@ def at_full_width(sizes: list[Saved]) -> dict[str, float]:
     rate = planned_rate(config, None, CARDS[CardName.h100])
     assert rate is not None
     epoch_s = EPOCH_TOKENS / rate
-    saves = int(epoch_s // (60 * minutes)) + 2
+    pause = pause_s(60 * minutes, seconds)
+    saves = int(epoch_s // (pause + seconds)) + 2
     figures = {
         "full_GB": full / 1e9,
         "full_save_s": seconds,
-        "interval_share": seconds / (60 * minutes),
+        "pause_min": pause / 60,
+        "interval_share": seconds / (pause + seconds),
         "epoch_share": saves * seconds / (epoch_s + saves * seconds),
         "MB_per_s": largest.worst_rate / 1e6,
         "over_bare": largest.over_bare,
@@ -162,8 +165,8 @@ def at_full_width(sizes: list[Saved]) -> dict[str, float]:
         "peak_GiB": status_bytes("VmHWM") / 2**30,
     }
     print(f"\nfull width: {full / 1e9:.2f} GB computed, {seconds:.1f} s at the slowest save of the "
-          f"largest size;\none in {minutes:g} min takes {figures['interval_share']:.2%}, 2 % need "
-          f"{full / (0.02 * 60 * minutes) / 1e6:.0f} MB/s")  # fmt: skip
+          f"largest size;\n{pause / 60:.1f} min after each the next takes {figures['interval_share']:.2%} "
+          f"({minutes:g} min from {full / (60 * minutes) * 49 / 1e6:.0f} MB/s on)")  # fmt: skip
     print(f"an epoch of {EPOCH_TOKENS / 1e6:.1f} M tokens, forecast for four H100 at {MFU:.0%} of "
           f"their stated speed:\n{epoch_s / 60:.1f} min of training and {saves} saves (epoch end, "
           f"best, by time) take {figures['epoch_share']:.2%} on such a disk")  # fmt: skip

@@ -12,6 +12,7 @@ from eagle3.config import RESUME_AUTO, Config, OptimConfig
 from eagle3.errors import ConfigError
 from eagle3.names import STOP_METRICS, Arrival, CaptureSource, Compile, OptimizerName
 from eagle3.ops.distillation import LOSSES
+from eagle3.strategy_check import needs_whole_weights
 
 _HOW_TO_SET = {
     "verifier": "paths.verifier=/directory/with/config.json and *.safetensors",
@@ -370,6 +371,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _compile,
     _aux_layers,
     _trainer,
+    needs_whole_weights,
     _pull,
     _early_stop,
     _rehearsal,

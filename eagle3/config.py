@@ -37,6 +37,7 @@ from eagle3.names import (
     RehearsalPlace,
     RopeType,
     Schedule,
+    StrategyName,
     Switch,
     TrainOn,
     WandbMode,
@@ -229,6 +230,7 @@ class TrainerConfig:
     """A count of cards (processes on CPU), or a list of card numbers such as [4,5,6,7]."""
     start: RankStart = RankStart.auto
     """Who starts the processes of several devices."""
+    strategy: StrategyName = StrategyName.ddp
     precision: Precision = Precision.auto
     max_steps: int | None = None
     """Stop after so many optimizer steps; null: ``epochs`` decide."""

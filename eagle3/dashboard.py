@@ -20,7 +20,7 @@ from eagle3.run_folder import X_AXIS
 KNOBS = ("lr", "epochs", "max_seq_len", "ttt_steps", "noise_std", "tokens_per_step")
 FIGURES = ("best/acceptance_replay", "best/accuracy", "best/step", "start/acceptance_replay")
 """Of the summary, shown beside each run."""
-TABLES = ("val/examples", "params")
+TABLES = ("val/examples", "params", "preflight")
 
 
 @dataclass(frozen=True)

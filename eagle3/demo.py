@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from eagle3.capture_progress import print_line
+from eagle3.capturing.config import CaptureRunConfig
 from eagle3.config import Config
 from eagle3.names import CaptureSource
+from eagle3.tokens import asset_path
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,16 @@ def prepare_verifier(config: Config) -> None:
 
 def capture_shards(config: Config, paths: SourcePaths) -> None:
     """Prefill the verifier over the packaged token ids into ``paths.shards``."""
-    from eagle3.prefill import asset_path, capture_token_file  # needs the verifier extra
+    from eagle3.capturing.plan import plan_capture  # needs the verifier extra
+    from eagle3.capturing.running import capture
 
-    capture_token_file(
-        paths.verifier,
-        asset_path(),
-        paths.shards[0],
-        aux_layer_ids=config.capture.aux_layer_ids,
+    settings = CaptureRunConfig(
+        verifier=str(paths.verifier),
+        tokens=str(asset_path()),
+        out=str(paths.shards[0]),
+        aux_layer_ids=list(config.capture.aux_layer_ids),
         num_samples=config.capture.num_samples,
         batch_tokens=config.capture.batch_tokens,
+        device="cpu",
     )
+    capture(plan_capture(settings), print_line)

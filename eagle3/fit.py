@@ -42,6 +42,7 @@ from eagle3.optim import LrSchedule
 from eagle3.outcome import Ended, report_outcome
 from eagle3.placement import cluster_environment, placement
 from eagle3.preflighting.command import check_startup
+from eagle3.preflighting.report import Report
 from eagle3.provenance import Run
 from eagle3.resume import only_process_in
 from eagle3.run_folder import EARLY_STOP, FINISHED, INTERRUPTED, MAX_STEPS, checkpoints
@@ -91,7 +92,7 @@ def _fit(config: Config, run: Run, loggers: Loggers, signals: StopSignals) -> fl
     schedule = LrSchedule.from_config(config.optim, config.lr, inputs.total_steps)
     for line in plan_lines(config, inputs, schedule, ranks):
         say(line)
-    check_startup(config, inputs, run.directory, say)
+    startup = check_startup(config, inputs, run.directory, say)
     module = DrafterModule(
         config,
         inputs.drafter,
@@ -108,7 +109,7 @@ def _fit(config: Config, run: Run, loggers: Loggers, signals: StopSignals) -> fl
         max_epochs=inputs.epochs,
         max_steps=config.trainer.max_steps or -1,
         logger=loggers.lightning or False,
-        callbacks=[policy, *build_callbacks(config, run, inputs, schedule, loggers)],
+        callbacks=[policy, *build_callbacks(config, run, inputs, startup, schedule, loggers)],
         plugins=[AtomicCheckpointIO(), cluster_environment()],
         log_every_n_steps=config.trainer.log_every_steps,
         default_root_dir=run.directory,
@@ -210,7 +211,12 @@ def checkpoint_policy(
 
 
 def build_callbacks(
-    config: Config, run: Run, inputs: Inputs, schedule: LrSchedule, loggers: Loggers
+    config: Config,
+    run: Run,
+    inputs: Inputs,
+    startup: Report,
+    schedule: LrSchedule,
+    loggers: Loggers,
 ) -> list[Callback]:
     """Throughput, progress, health and validation; the order matters to progress."""
     alerts = Alerts(loggers.wandb_run)
@@ -220,7 +226,7 @@ def build_callbacks(
         warn=partial(alerts.send, AlertKind.data_wait),
     )
     validation = ValidationSchedule(config.val.every_steps, schedule.total_steps)
-    tables = Tables(run.directory, decoder(inputs.verifier), inputs.parameters)
+    tables = Tables(run.directory, decoder(inputs.verifier), inputs.parameters, startup)
     progress = Progress(throughput, inputs.epochs)
     health = Health(
         config.health, run.directory, throughput, alerts, clip_norm=config.optim.clip_norm

@@ -28,6 +28,7 @@ from eagle3.model.verifier_head import VerifierHead
 from eagle3.names import Compile, OptimizerName
 from eagle3.objective import StepResult, row_counts, run_pack, step_weights
 from eagle3.optim import LrSchedule, PullToStart, build_optimizer, update_ratio
+from eagle3.sharding import ShardedStrategy, shard, whole
 
 _UPDATE_PARTS = ("fc", "layer", "lm_head")
 _MAX_SKIPPED_IN_A_ROW = 10
@@ -84,6 +85,12 @@ class DrafterModule(lightning.LightningModule):
         self.bad_samples = 0
         self.wishes: Sequence[Callable[[], bool]] = ()
         """Asked on every rank after each step; ``outputs["wanted"]`` says what any rank wants."""
+
+    def configure_model(self) -> None:
+        """Share the drafter out where the strategy does; Lightning calls it before it sets up."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ShardedStrategy):
+            shard(self.drafter, strategy.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self.drafter, self.config.optim, self.config.lr)
@@ -173,7 +180,10 @@ class DrafterModule(lightning.LightningModule):
         assert not isinstance(optimizer, list)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         limit = self.config.optim.clip_norm
-        norm = float(torch.nn.utils.clip_grad_norm_(trained, limit))
+        gradients = [p.grad for p in trained if p.grad is not None]
+        total = whole(torch.nn.utils.get_total_norm(gradients))
+        torch.nn.utils.clip_grads_with_norm_(trained, limit, total)
+        norm = float(total)
         rate = self.schedule(self.global_step)
         for group in optimizer.param_groups:
             group["lr"] = rate

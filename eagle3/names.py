@@ -178,6 +178,14 @@ class RankStart(StrEnum):
     srun = "srun"
 
 
+class StrategyName(StrEnum):
+    """How several ranks share the work: ``ddp`` keeps all weights on every rank, ``fsdp2`` shares
+    out weights, gradients and optimizer states. One rank alone has nothing to share."""
+
+    ddp = "ddp"
+    fsdp2 = "fsdp2"
+
+
 class Precision(StrEnum):
     """``auto``: bfloat16 autocast on CUDA, plain float32 on CPU (where it measured faster)."""
 

@@ -26,7 +26,7 @@ from eagle3.model.ttt import StepRows, read_rows, step_rows, unroll
 from eagle3.model.verifier_head import VerifierHead
 from eagle3.names import ComputedRows
 from eagle3.ops.distillation import chain_loss
-from eagle3.ops.distillation.rows import ChainSteps, DraftHead, JudgedRows
+from eagle3.ops.distillation.rows import ChainSteps, DraftHead, JudgedRows, StepStatistics
 
 
 @dataclass(frozen=True)
@@ -99,26 +99,36 @@ def run_pack(
         with_overlap: also the acceptance rate of sampled drafts.
     """
     rows = read_rows(batch, ttt_steps) if compute.rows == ComputedRows.read else None
-    hidden = list(unroll(drafter, batch, aux_hidden, ttt_steps, compute, rows))
     judged = [step_rows(batch, step) for step in range(ttt_steps)]
-    chain = chain_loss(
-        hidden,
-        _chain_steps(batch, judged, rows, compute),
-        DraftHead(drafter.norm, drafter.norm.weight, drafter.lm_head.weight),
-        lambda rows: head(batch.last_hidden[rows]),
-        mix,
-        weights=weights,
-        with_overlap=with_overlap,
-        implementation=compute.loss,
-    )
+
+    def judge(hidden: list[Tensor]) -> tuple[Tensor, list[StepStatistics]]:
+        chain = chain_loss(
+            hidden,
+            _chain_steps(batch, judged, rows, compute),
+            DraftHead(drafter.norm, drafter.norm.weight, drafter.lm_head.weight),
+            lambda rows: head(batch.last_hidden[rows]),
+            mix,
+            weights=weights,
+            with_overlap=with_overlap,
+            implementation=compute.loss,
+        )
+        return chain.loss, chain.steps
+
+    def unroll_and_judge() -> tuple[Tensor, list[StepStatistics]]:
+        hidden = drafter.layer.within(
+            lambda: list(unroll(drafter, batch, aux_hidden, ttt_steps, compute, rows))
+        )
+        return drafter.lm_head.within(judge, hidden)
+
+    loss, found = drafter.within(unroll_and_judge)
     gated = batch.loss_mask.nonzero()[:, 0]
     covered = torch.zeros(len(batch), dtype=torch.bool, device=gated.device)
     covered[gated] = covered_rows(batch, gated, drafter.t2d, head)
     steps = [
-        StepResult(rows=rows, covered=covered[rows.targets], **vars(found))
-        for rows, found in zip(judged, chain.steps, strict=True)
+        StepResult(rows=rows, covered=covered[rows.targets], **vars(step))
+        for rows, step in zip(judged, found, strict=True)
     ]
-    return PackResult(chain.loss, steps)
+    return PackResult(loss, steps)
 
 
 def _chain_steps(

@@ -14,11 +14,13 @@ from lightning.fabric.plugins.environments import (
     LightningEnvironment,
     TorchElasticEnvironment,
 )
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 
 from eagle3.checks import device_count
 from eagle3.config import Config
 from eagle3.distributed import Ranks, ranks_from_environment, resolve_accelerator
+from eagle3.names import StrategyName
+from eagle3.sharding import ShardedStrategy
 
 _BUCKET_MB = 256
 """MiB of gradients that ranks exchange at once."""
@@ -33,12 +35,18 @@ def placement(config: Config) -> dict[str, Any]:
         "accelerator": accelerator,
         "devices": devices if accelerator == "gpu" else device_count(devices),
         "num_nodes": ranks.num_nodes,
-        "strategy": _strategy() if ranks.world_size > 1 else "auto",
+        "strategy": _strategy(config, ranks) if ranks.world_size > 1 else "auto",
         "use_distributed_sampler": False,  # the plan of the data module knows its rank
     }
 
 
-def _strategy() -> DDPStrategy:
+def _strategy(config: Config, ranks: Ranks) -> ParallelStrategy:
+    if config.trainer.strategy is StrategyName.fsdp2:
+        return ShardedStrategy(ranks.world_size)
+    return _replicated()
+
+
+def _replicated() -> DDPStrategy:
     """Gradients are views of the buckets, which saves a copy of all of them.
 
     A layer that is unrolled S times has its gradients only at the end of the backward pass, so

@@ -31,28 +31,13 @@ from eagle3.capture_config import (
     write_config,
 )
 from eagle3.capture_progress import Progress, print_line, size
+from eagle3.capturing.batches import plan_batches
 from eagle3.document_files import is_whole, remove_leftovers, save_document, stored_bytes
 from eagle3.errors import ConfigError, DataError
 from eagle3.locking import exclusive
-from eagle3.tokens import (
-    SupervisedIds,
-    TokenSequence,
-    asset_path,
-    content_hash,
-    read_token_file,
-    spread_subset,
-)
+from eagle3.tokens import SupervisedIds
 from eagle3.verifier.base import VerifierDescription, describe_verifier
 from eagle3.verifier.huggingface import HuggingFaceVerifier
-
-__all__ = [
-    "CaptureSummary",
-    "TokenSequence",
-    "asset_path",
-    "capture_sequences",
-    "capture_token_file",
-    "plan_batches",
-]
 
 BATCH_TOKENS = 1024
 """Tokens of a prefill batch, padding included. On CPU about 1,000 measured fastest: the activations
@@ -89,53 +74,6 @@ class _Job:
         return self.directory / f"data_{index}.pt"
 
 
-def capture_token_file(
-    verifier_dir: Path,
-    token_file: Path,
-    out_dir: Path,
-    *,
-    aux_layer_ids: Sequence[int],
-    num_samples: int | None = None,
-    seed: int = 0,
-    batch_tokens: int = BATCH_TOKENS,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    log: Callable[[str], None] = print_line,
-) -> CaptureSummary:
-    """Capture the documents of a token file, or a subset spread over it.
-
-    Args:
-        verifier_dir: Hugging Face directory of the verifier.
-        token_file: See :mod:`eagle3.tokens`.
-        out_dir: Made if missing; continued if it holds a part of this capture.
-        aux_layer_ids: Ascending; id k is the residual stream entering layer k.
-        num_samples: So many documents by :func:`eagle3.tokens.spread_subset`; None: all.
-        seed: Of that subset.
-        batch_tokens: Tokens of one prefill, padding included; a longer document goes alone.
-        dtype: Of the computation.
-        device: Where the verifier runs.
-        log: Takes one line of progress at a time.
-
-    Raises:
-        DataError: a bad token file, an ``out_dir`` with another capture, or too little disk.
-        VerifierError: a bad verifier directory, missing packages, or non-finite states.
-        ConfigError: layer ids that are not the verifier's or not ascending.
-    """
-    sequences = spread_subset(read_token_file(token_file), num_samples, seed)
-    return capture_sequences(
-        verifier_dir,
-        sequences,
-        out_dir,
-        aux_layer_ids=aux_layer_ids,
-        batch_tokens=batch_tokens,
-        dtype=dtype,
-        device=device,
-        source=token_file.name,
-        token_hash=content_hash(sequences),
-        log=log,
-    )
-
-
 def capture_sequences(
     verifier_dir: Path,
     sequences: Sequence[SupervisedIds],
@@ -146,13 +84,25 @@ def capture_sequences(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     source: str = "token sequences",
-    token_hash: str | None = None,
     log: Callable[[str], None] = print_line,
 ) -> CaptureSummary:
     """Capture these documents; document i becomes ``data_{i}.pt``.
 
-    See :func:`capture_token_file`; ``source`` says in ``data_config.json`` where the ids came from,
-    ``token_hash`` is their hash where it is known.
+    Args:
+        verifier_dir: Hugging Face directory of the verifier.
+        sequences: Token ids and what of them is supervised.
+        out_dir: Made if missing; continued if it holds a part of this capture.
+        aux_layer_ids: Ascending; id k is the residual stream entering layer k.
+        batch_tokens: Tokens of one prefill, padding included; a longer document goes alone.
+        dtype: Of the computation.
+        device: Where the verifier runs.
+        source: Where the ids came from, for ``data_config.json``.
+        log: Takes one line of progress at a time.
+
+    Raises:
+        DataError: an ``out_dir`` with another capture, or too little disk.
+        VerifierError: a bad verifier directory, missing packages, or non-finite states.
+        ConfigError: layer ids that are not the verifier's or not ascending.
     """
     verifier = describe_verifier(verifier_dir)
     _check_layers(aux_layer_ids, verifier)
@@ -164,7 +114,7 @@ def capture_sequences(
         dtype=dtype,
         num_samples=len(sequences),
         num_tokens=sum(len(s.ids) for s in sequences),
-        token_hash=token_hash or _hash(sequences),
+        token_hash=_hash(sequences),
         source=source,
     )
     job = _Job(request, sequences, out_dir, batch_tokens, device, log)
@@ -260,26 +210,6 @@ def _forecast(job: _Job, missing: Sequence[int]) -> None:
             f"{job.directory}: the capture needs {size(needed)}, found {size(free)} free. Free "
             "some space, set paths.shards to another disk, or lower capture.num_samples."
         )
-
-
-def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Batches of like length, longest first, so that trouble with memory shows at once.
-
-    Args:
-        lengths: Tokens of each document.
-        batch_tokens: Limit of documents times longest; a longer document goes alone.
-
-    Returns:
-        Places in ``lengths``, each once.
-    """
-    batches: list[list[int]] = []
-    longest = 0
-    for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not batches or (len(batches[-1]) + 1) * longest > batch_tokens:
-            batches.append([])
-            longest = lengths[place]
-        batches[-1].append(place)
-    return batches
 
 
 def _capture(job: _Job, missing: Sequence[int]) -> None:

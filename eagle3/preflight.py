@@ -11,7 +11,6 @@ from eagle3.compose import Job, entry_point
 from eagle3.config import Config
 from eagle3.errors import ConfigError
 from eagle3.names import RehearsalPlace
-from eagle3.preflighting.command import preflight, write_json
 from eagle3.terminal import JobFailedError
 
 
@@ -26,6 +25,9 @@ def main(config: Config, job: Job) -> None:
             f"found rehearsal.place={config.rehearsal.place}, expected none: preflight judges the "
             "run itself. Leave +rehearsal out here, and rehearse with eagle3.train"
         )
+    # seconds of imports that a mistyped command need not wait for
+    from eagle3.preflighting.command import preflight, write_json
+
     report = preflight(config)
     print("\n".join(report.lines()))
     write_json(config, report)

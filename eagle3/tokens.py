@@ -8,10 +8,8 @@ Other keys are for people.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import random
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -131,12 +129,3 @@ def spread_subset(
     return tuple(
         sequences[start + int(draw.random() * (end - start))] for start, end in pairwise(bounds)
     )
-
-
-def content_hash(sequences: Sequence[TokenSequence]) -> str:
-    """SHA-256 over ids and prompt lengths in order; compression and labels do not matter."""
-    digest = hashlib.sha256()
-    for sequence in sequences:
-        numbers = (len(sequence.ids), sequence.prompt_length, *sequence.ids)
-        digest.update(array("q", numbers).tobytes())
-    return digest.hexdigest()

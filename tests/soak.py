@@ -72,6 +72,17 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class Death:
+    """A kill of which it is not known yet what follows."""
+
+    ranks: int
+    victim: str
+    planned_step: int
+    killed_step: int
+    in_a_write: bool
+
+
+@dataclass(frozen=True)
 class Series:
     """All deaths of a run, and how it ended."""
 
@@ -125,36 +136,46 @@ def soak(ranks: int, kills: int, seed: int) -> Series:
         (whole,) = whole_world.run_folders()
         world = make_world(Path(work) / "killed", some_documents(DOCUMENTS))
         total = last_step(whole)
-        died: list[tuple[str, int, int, bool]] = []
-        resumed: list[tuple[int, str]] = []
+        print(f"{ranks} rank(s): the run without a fault has {total} steps", flush=True)
+        found: list[Kill] = []
+        death: Death | None = None
         randomly = random.Random(f"{seed} {ranks}")
         for index, planned in enumerate(kill_points(total, kills, randomly)):
             rank = randomly.randrange(ranks) if ranks > 1 and index % 2 else None
             log = start_and_kill(world, overrides, planned, rank)
-            if died:
-                resumed.append(resumed_from(log))
+            if death is not None:
+                found.append(followed_by(death, log, len(found) + 1, total // EPOCHS))
             (folder,) = world.run_folders()
             partial = any((folder / "checkpoints").glob(".*.ckpt.tmp"))
             victim = "all" if rank is None else f"rank {rank}"
-            died.append((victim, planned, last_step(folder), partial))
-        resumed.append(resumed_from(world.run(*overrides, "resume=auto").stdout))
+            death = Death(ranks, victim, planned, last_step(folder), partial)
+        assert death is not None
+        log = world.run(*overrides, "resume=auto").stdout
+        found.append(followed_by(death, log, len(found) + 1, total // EPOCHS))
         (folder,) = world.run_folders()
-        found = tuple(
-            Kill(ranks, i, victim, planned, at, step, file, bool(step % (total // EPOCHS)), partial)
-            for i, ((victim, planned, at, partial), (step, file)) in enumerate(
-                zip(died, resumed, strict=True), start=1
-            )
-        )
-        for kill in found:
-            print(f"{kill.ranks:>5} {kill.number:>5} {kill.victim:>7} {kill.planned_step:>8} "
-                  f"{kill.killed_step:>7} {kill.resumed_step:>8}  {kill.checkpoint}",
-                  flush=True)  # fmt: skip
         return Series(
-            found,
+            tuple(found),
             same_weights(folder, whole),
             rows(folder) == rows(whole),
             same_best(folder, whole),
         )
+
+
+def followed_by(death: Death, log: str, number: int, epoch_steps: int) -> Kill:
+    """A kill and the start after it, of which ``log`` is the output; told at once, for a long wait
+    that says nothing looks as if it had come to a stop."""
+    step, file = resumed_from(log)
+    kill = Kill(
+        **asdict(death),
+        number=number,
+        resumed_step=step,
+        checkpoint=file,
+        mid_epoch=bool(step % epoch_steps),
+    )
+    print(f"{kill.ranks:>5} {kill.number:>5} {kill.victim:>7} {kill.planned_step:>8} "
+          f"{kill.killed_step:>7} {kill.resumed_step:>8}  {kill.checkpoint}",
+          flush=True)  # fmt: skip
+    return kill
 
 
 def kill_points(total: int, kills: int, randomly: random.Random) -> list[int]:

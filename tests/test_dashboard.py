@@ -77,6 +77,16 @@ def test_figures_knobs_and_tables_are_those_of_the_run(folder: Path) -> None:
     assert {table for table in TABLES if not any(n.startswith(table) for n in logged)} == set()
 
 
+def test_the_preflight_is_a_table_of_the_run(folder: Path) -> None:
+    (path,) = folder.glob("wandb/offline-run-*/files/media/table/preflight_*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == ["verdict", "topic", "found", "action"]
+    found = {row[1]: row for row in table["data"]}
+    assert {"memory", "disk", "steps", "parameters", "coverage"} <= found.keys()
+    assert found["steps"][0] == "ok"
+    assert "an epoch" in found["steps"][2]
+
+
 def dumped(view: Any) -> dict[str, Any]:
     """What would be sent."""
     content: dict[str, Any] = json.loads(view._to_model().model_dump_json())

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from eagle3 import prefill
@@ -25,8 +23,8 @@ from eagle3.data.layout import StateLayout
 from eagle3.data.reading import StateReader
 from eagle3.errors import ConfigError, DataError, UserError, VerifierError
 from eagle3.names import LastHidden, LayerIdConvention
-from eagle3.prefill import CaptureSummary, capture_sequences, capture_token_file, plan_batches
-from eagle3.tokens import TokenSequence, spread_subset
+from eagle3.prefill import CaptureSummary, capture_sequences
+from eagle3.tokens import TokenSequence
 from eagle3.verifier.huggingface import HuggingFaceVerifier
 from tests.tiny_verifier import VOCAB, make_sequences, make_tiny_verifier
 
@@ -260,34 +258,3 @@ def test_states_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(VerifierError, match=r"data_\d\.pt: not written, NaN or inf"):
         capture(broken, make_sequences(2), tmp_path / "shards")
     assert not list((tmp_path / "shards").glob("data_*.pt"))
-
-
-def test_a_token_file_gives_the_subset_of_its_documents(verifier: Path, tmp_path: Path) -> None:
-    sequences = make_sequences(20)
-    lines = [json.dumps({"ids": s.ids, "n": s.prompt_length}) for s in sequences]
-    (tmp_path / "tokens.jsonl").write_text("\n".join(lines))
-    shards = tmp_path / "shards"
-    summary = capture_token_file(
-        verifier,
-        tmp_path / "tokens.jsonl",
-        shards,
-        aux_layer_ids=LAYERS,
-        num_samples=5,
-        log=lambda _: None,
-    )
-    assert summary.num_samples == 5
-    for index, sequence in enumerate(spread_subset(sequences, 5)):
-        assert tuple(load(shards, index)["input_ids"].tolist()) == sequence.ids
-
-
-@given(lengths=st.lists(st.integers(1, 60), max_size=40), batch_tokens=st.integers(1, 200))
-def test_batches_hold_every_document_once_within_the_limit(
-    lengths: list[int], batch_tokens: int
-) -> None:
-    batches = plan_batches(lengths, batch_tokens)
-    assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
-    ordered = [lengths[place] for batch in batches for place in batch]
-    assert ordered == sorted(ordered, reverse=True), "longest first"
-    for batch in batches:
-        longest = max(lengths[place] for place in batch)
-        assert len(batch) * longest <= batch_tokens or len(batch) == 1

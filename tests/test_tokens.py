@@ -14,7 +14,6 @@ from eagle3.errors import DataError
 from eagle3.tokens import (
     TokenSequence,
     asset_path,
-    content_hash,
     read_token_file,
     spread_subset,
 )
@@ -91,13 +90,6 @@ def test_a_subset_follows_its_seed_only() -> None:
 def test_an_impossible_subset_is_refused(wanted: int) -> None:
     with pytest.raises(DataError, match=f"num_samples is {wanted}, expected 1 to 10"):
         spread_subset(numbered(10), wanted)
-
-
-def test_the_hash_is_of_ids_and_prompt_lengths_in_order() -> None:
-    one, two = TokenSequence((1, 2, 3), 1, "a"), TokenSequence((4, 5), 1, "b")
-    assert content_hash([one, two]) == content_hash([TokenSequence((1, 2, 3), 1, "c"), two])
-    others = [[two, one], [one], [TokenSequence((1, 2, 3), 2), two], [TokenSequence((1, 2), 1)]]
-    assert content_hash([one, two]) not in [content_hash(other) for other in others]
 
 
 def test_the_asset_is_whole_and_a_subset_keeps_its_kinds() -> None:

@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import Callback
 from eagle3.callbacks.checkpoint_io import AtomicCheckpointIO, remove_leftovers
 from eagle3.callbacks.stop_signals import StopSignals
 from eagle3.errors import TrainingError
+from eagle3.planning.saving import SAVING_SHARE, pause_s
 
 MONITOR = "val/acceptance_replay"
 BEST_FILE = "best.ckpt"
@@ -40,7 +41,8 @@ class CheckpointPolicy(Callback):
     Args:
         directory: made if missing; holds at most ``keep_last`` + 1 checkpoints.
         every_steps: optimizer steps between checkpoints; null: none by steps.
-        every_minutes: by the clock of rank 0; null: none by time.
+        every_minutes: by the clock of rank 0; null: none by time. Where the last save took so long
+            that this would be more than 2 % of the time, :func:`pause_s` instead.
         keep_last: newest checkpoints that are kept beside the best.
         signals: taken over in training (Lightning gives them back at its end).
         logged_rows: rows of ``metrics.csv`` so far.
@@ -68,6 +70,8 @@ class CheckpointPolicy(Callback):
         self._logged_rows = logged_rows
         self._clock = clock
         self._saved_at = clock()
+        self._save_s = 0.0
+        self._told_of_pause = False
         self._signals = signals or StopSignals()
         self._due = self._stop = self._cut = False
         self._candidate: float | None = None
@@ -78,7 +82,7 @@ class CheckpointPolicy(Callback):
     ) -> None:
         pl_module.wishes = (  # type: ignore[assignment]
             lambda: self._signals.received is not None,
-            lambda: trainer.is_global_zero and self._clock() - self._saved_at >= self._every_s,
+            lambda: trainer.is_global_zero and self._time_is_up(),
         )
         if trainer.is_global_zero:
             remove_leftovers(self._directory)
@@ -173,8 +177,25 @@ class CheckpointPolicy(Callback):
                 self._prune(trainer)
             self._saved_at = self._clock()
             self._due = False
+            self._tell_of_pause(trainer)
         if self._stop:
             raise SystemExit(os.EX_TEMPFAIL)
+
+    def _time_is_up(self) -> bool:
+        return self._clock() - self._saved_at >= pause_s(self._every_s, self._save_s)
+
+    def _tell_of_pause(self, trainer: lightning.Trainer) -> None:
+        """Once: the disk is too slow for the interval that was asked for."""
+        pause = pause_s(self._every_s, self._save_s)
+        if self._told_of_pause or pause <= self._every_s or not trainer.is_global_zero:
+            return
+        self._told_of_pause = True
+        print(
+            f"note: a save took {self._save_s:.1f} s, so the next by time comes after "
+            f"{pause / 60:.1f} min instead of trainer.checkpoint_every_minutes="
+            f"{self._every_s / 60:g}: saves by time take at most {SAVING_SHARE:.0%} of a run",
+            flush=True,
+        )
 
     def _save_best(self, trainer: lightning.Trainer, value: float) -> None:
         before = self.best_value, self.best_step, self.best_path
@@ -187,11 +208,13 @@ class CheckpointPolicy(Callback):
         """Whether it succeeded, the same on every rank."""
         writer = trainer.strategy.checkpoint_io
         assert isinstance(writer, AtomicCheckpointIO)
+        began = self._clock()
         trainer.save_checkpoint(path)
         failure = writer.failure
         reason = trainer.strategy.broadcast(None if failure is None else failure.strerror)
         if failure is None and reason is None:
             self._failures = 0
+            self._save_s = self._clock() - began
             return True
         self._failures += 1
         text = f"{path} could not be written ({reason}); free space on its disk"

@@ -1,4 +1,4 @@
-"""Tables beside the curves: example rounds after each validation, parameters once."""
+"""Tables beside the curves: example rounds after each validation; once: parameters, preflight."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from lightning.pytorch.loggers import WandbLogger
 from eagle3.examples import table
 from eagle3.model.build import ParameterRow
 from eagle3.module import DrafterModule
+from eagle3.preflighting.report import COLUMNS, Report
 from eagle3.token_text import Decode
 
 EXAMPLES_FILE = "examples.csv"
 
 
 class Tables(Callback):
-    """Writes ``examples.csv`` (the latest validation's) and, where W&B runs, both tables there."""
+    """Writes ``examples.csv`` (the latest validation's) and, where W&B runs, all tables there."""
 
-    def __init__(self, run_dir: Path, decode: Decode, parameters: Sequence[ParameterRow]) -> None:
+    def __init__(
+        self, run_dir: Path, decode: Decode, parameters: Sequence[ParameterRow], startup: Report
+    ) -> None:
         self._path = run_dir / EXAMPLES_FILE
         self._decode = decode
         self._parameters = parameters
+        self._startup = startup
 
     def on_train_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
@@ -35,6 +39,8 @@ class Tables(Callback):
             for r in self._parameters
         ]
         self._to_wandb(trainer, "params", columns, rows)
+        if found := self._startup.rows():  # nothing with preflight=off
+            self._to_wandb(trainer, "preflight", list(COLUMNS), found)
 
     def on_validation_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
@@ -54,8 +60,10 @@ class Tables(Callback):
         trainer: lightning.Trainer,
         key: str,
         columns: list[str],
-        rows: list[list[str | int]],
+        rows: Sequence[Sequence[str | int]],
     ) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_table(key, columns=columns, data=rows, step=trainer.global_step)
+                logger.log_table(
+                    key, columns=columns, data=[list(row) for row in rows], step=trainer.global_step
+                )

@@ -11,9 +11,10 @@ from eagle3.config import ModelConfig
 from eagle3.dims import AuxHidden, Hidden, Logits
 from eagle3.model.layers import DecoderLayer, NormLayout, RMSNorm
 from eagle3.model.rope import Rope
+from eagle3.model.scope import Head, Scope
 
 
-class Drafter(nn.Module):
+class Drafter(Scope):
     """Trainable ``fc``, ``layer``, ``norm``, ``lm_head``; frozen ``embed_tokens``.
 
     ``embed_tokens`` [W, H], ``d2t`` [V] and ``t2d`` [W] are buffers: no optimizer, no gradient
@@ -39,7 +40,7 @@ class Drafter(nn.Module):
         self.fc = nn.Linear(width * size, size, bias=False)
         self.layer = DecoderLayer(config, self.norms)
         self.norm = RMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.lm_head = Head(size, config.draft_vocab_size, bias=False)
         self.lm_head.weight.requires_grad_(config.lm_head_trainable)
         self.rope = Rope(config.rope, config.head_dim)
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eagle3.config import ModelConfig
 from eagle3.dims import Computed, Hidden
+from eagle3.model.scope import Scope
 from eagle3.names import Arch, NormPreset, Recompute
 
 Projected = Float[Tensor, "T heads_D"]
@@ -119,7 +120,7 @@ class Attention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_dim))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Scope):
     """The drafter's only layer.
 
     ``input_layernorm`` belongs to the token embedding, ``hidden_norm`` to the hidden state; both

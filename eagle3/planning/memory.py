@@ -1,5 +1,8 @@
 """Memory of a training run on one device, and the longest pack that a card takes.
 
+With ``trainer.strategy=fsdp2`` a rank has its part of weights, optimizer states and gradients, and
+beside it the whole weights while they are in use; the plan takes all of them to be so at the peak.
+
 What lives all the time: weights, frozen tensors of the verifier, optimizer states, packs, and the
 aux states with noise in float32. On top of it the worst phase of the step, see
 :mod:`eagle3.planning.phases`, and a margin.
@@ -16,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from eagle3.checks import device_count
 from eagle3.config import Config
-from eagle3.names import OptimizerName
+from eagle3.names import OptimizerName, StrategyName
 from eagle3.planning.activations import FLOAT32
 from eagle3.planning.phases import Phase, later_phases, phases
 from eagle3.planning.sizes import PackRows, Parameters, Step
@@ -119,15 +122,17 @@ def plan(
     step = Step.of_config(config, pack)
     ranks = device_count(config.trainer.devices) if world_size is None else world_size
     packs = accumulated_packs(config, ranks)
+    shards = ranks if config.trainer.strategy is StrategyName.fsdp2 else 1
     # with several packs gradients gather outside of the buckets until the last is backpropagated
-    alive = phases(step, in_buckets=ranks > 1 and packs == 1)
-    alive += later_phases(step) if packs > 1 else []
+    alive = phases(step, in_buckets=ranks > 1 and shards == 1 and packs == 1)
+    # sharded gradients are handed over after every pack, so that a later one finds only its part
+    alive += later_phases(step) if packs > 1 and shards == 1 else []
     peak = max(alive, key=lambda phase: phase.total)
     share = _HEAP_MARGIN_SHARE if step.on_cpu else _CARD_MARGIN_SHARE
     fixed = 0 if step.on_cpu else _CARD_MARGIN_BYTES
     return MemoryPlan(
         max_seq_len=rows,
-        resident=_resident(config, step, ranks, packs),
+        resident=_resident(config, step, ranks, packs, shards),
         peak=peak,
         margin_bytes=int(fixed + share * peak.total),
         card_bytes=card_bytes,
@@ -165,7 +170,9 @@ def accumulated_packs(config: Config, world_size: int) -> int:
     return max(-(-config.tokens_per_step // (world_size * config.max_seq_len)), 1)
 
 
-def _resident(config: Config, step: Step, world_size: int, packs: int) -> tuple[Amount, ...]:
+def _resident(
+    config: Config, step: Step, world_size: int, packs: int, shards: int
+) -> tuple[Amount, ...]:
     sizes, model = Parameters(config.model), config.model
     frozen_head = 0 if model.lm_head_trainable else sizes.lm_head * FLOAT32
     embeddings = model.vocab_size * model.hidden_size * step.product_bytes
@@ -175,16 +182,27 @@ def _resident(config: Config, step: Step, world_size: int, packs: int) -> tuple[
     # Packs read ahead lie in the memory of the host.
     held = packs * (1 + config.data.prefetch_windows) if step.on_cpu else packs
     heads = full + sizes.lm_head * step.product_bytes
+    trained = sizes.trained * FLOAT32
     return (
-        Amount("weights", sizes.trained * FLOAT32 + frozen_head),
+        Amount("weights", -(-(trained + frozen_head) // shards)),
         Amount("verifier: embeddings and heads", embeddings + heads),
-        Amount("optimizer states", _optimizer_bytes(config, sizes)),
-        Amount(
-            "weights of the start", sizes.trained * FLOAT32 if config.optim.pull_to_start else 0
-        ),
-        Amount("buckets that ranks exchange", sizes.trained * FLOAT32 if world_size > 1 else 0),
+        Amount("optimizer states", -(-_optimizer_bytes(config, sizes) // shards)),
+        Amount("weights of the start", trained if config.optim.pull_to_start else 0),
+        Amount("buckets that ranks exchange", trained if world_size > 1 and shards == 1 else 0),
+        *(_sharding(sizes, frozen_head, shards) if shards > 1 else ()),
         Amount("packs", held * pack),
         Amount("aux states with noise", aux_values * FLOAT32),
+    )
+
+
+def _sharding(sizes: Parameters, frozen_head: int, shards: int) -> tuple[Amount, ...]:
+    """What shared-out weights cost on top: none is planned to be given away before the end."""
+    trained = sizes.trained * FLOAT32
+    largest = max(sizes.body - sizes.fc, sizes.fc, sizes.lm_head) * FLOAT32
+    return (
+        Amount("weights gathered", trained + frozen_head),
+        Amount("gradients of the own part", -(-trained // shards)),
+        Amount("gradients in exchange", largest),
     )
 
 

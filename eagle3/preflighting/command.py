@@ -26,6 +26,7 @@ from eagle3.preflighting.forecast import (
     judge_disk,
     judge_memory,
     judge_reading,
+    judge_saving,
     judge_steps,
     judge_time,
     planned_rate,
@@ -67,6 +68,7 @@ def preflight(config: Config) -> Report:
     models = _models(report, planned, sources)
     judge_memory(report, planned, epoch, device)
     judge_disk(report, planned, Path(config.paths.output))
+    judge_saving(report, planned)
     if epoch is None:
         report.skip("steps", "the number of steps needs paths.shards")
     else:
@@ -96,14 +98,16 @@ def startup_findings(config: Config, inputs: Inputs, folder: Path) -> Report:
     return report
 
 
-def check_startup(config: Config, inputs: Inputs, folder: Path, say: Callable[[str], None]) -> None:
-    """Say what :func:`startup_findings` finds, unless ``preflight=off``.
+def check_startup(
+    config: Config, inputs: Inputs, folder: Path, say: Callable[[str], None]
+) -> Report:
+    """Say what :func:`startup_findings` finds, unless ``preflight=off``; what was said, in full.
 
     Raises:
         ConfigError: something that would stop the run later.
     """
     if config.preflight is Switch.off:
-        return
+        return Report()
     report = startup_findings(config, inputs, folder)
     for line in report.short_lines():
         say(line)
@@ -111,6 +115,7 @@ def check_startup(config: Config, inputs: Inputs, folder: Path, say: Callable[[s
         raise ConfigError(
             "the preflight found reasons not to train, listed above; preflight=off trains anyway"
         )
+    return report
 
 
 def write_json(config: Config, report: Report) -> None:

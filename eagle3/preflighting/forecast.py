@@ -13,6 +13,7 @@ from eagle3.data.plan import PackingReport
 from eagle3.names import Accelerator, Recompute
 from eagle3.optim import LrSchedule
 from eagle3.planning import PackRows, Step, longest_max_seq_len, plan, work
+from eagle3.planning.saving import SAVING_SHARE, pause_s
 from eagle3.preflighting.machine import CARDS, GB, Device
 from eagle3.preflighting.report import Report
 from eagle3.run_folder import checkpoints
@@ -24,6 +25,8 @@ _FULL_PACK = 0.75
 _CLIPPED = 0.05
 """Share of the supervised rows, above which it is worth a word."""
 _ROWS_MULTIPLE = 128
+_SLOW_DISK = 200_000_000
+"""Bytes a second that a shared disk may write."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ def _longest_by_card(config: Config, share: float) -> list[str]:
 def checkpoint_bytes(config: Config) -> int:
     """Weights in float32 and optimizer states; the embedding is not saved."""
     saved = ("weights", "optimizer states")
-    return sum(part.num_bytes for part in plan(config).resident if part.name in saved)
+    whole = plan(config, world_size=1)  # a checkpoint has the parts of all ranks
+    return sum(part.num_bytes for part in whole.resident if part.name in saved)
 
 
 def judge_disk(
@@ -119,6 +123,23 @@ def judge_disk(
         return
     fewer = "" if kept == 1 else ", or trainer.keep_last=1"
     report.stop("disk", reason, f"free some, or set paths.output=/on/another/disk{fewer}")
+
+
+def judge_saving(report: Report, config: Config) -> None:
+    """Checkpoints by time: how often, and how slow a disk makes them rarer; no disk is measured."""
+    minutes = config.trainer.checkpoint_every_minutes
+    if minutes is None:
+        return
+    one, wanted = checkpoint_bytes(config), 60 * minutes
+    needed = one / (wanted * SAVING_SHARE / (1 - SAVING_SHARE))
+    slow = pause_s(wanted, one / _SLOW_DISK)
+    report.facts |= {"save_bytes_per_s": needed, "save_minutes_on_a_slow_disk": slow / 60}
+    report.ok(
+        "saving",
+        f"by time every {minutes:g} min on a disk that writes {size(needed)} a second; on a slower "
+        f"one rarer, for at most {SAVING_SHARE:.0%} of the time: at {_SLOW_DISK / GB:.1f} GB/s "
+        f"every {slow / 60:.1f} min",
+    )
 
 
 def judge_steps(report: Report, config: Config, epoch: Epoch) -> None:

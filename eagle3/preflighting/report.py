@@ -14,6 +14,7 @@ from eagle3.inspection.facts import Finding, Severity
 T = TypeVar("T")
 _MARKS = {Severity.ok: "ok", Severity.warning: "WARNING", Severity.stop: "STOP"}
 _STOPPED = 2
+COLUMNS = ("verdict", "topic", "found", "action")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class Report:
         rows += [f"  {'-':<8} {one.topic:<{width}} not checked: {one.reason}"
                  for one in self.unchecked]  # fmt: skip
         return [*tables, *rows, self.summary()]
+
+    def rows(self) -> list[list[str]]:
+        """Of a table with :data:`COLUMNS`: findings in order, then what was not checked."""
+        found = [[_MARKS[one.severity], one.topic, one.reason, one.action] for one in self.findings]
+        return found + [["not checked", one.topic, one.reason, ""] for one in self.unchecked]
 
     def short_lines(self) -> list[str]:
         """Warnings and stops, and a summary: for the start of a training run."""

@@ -14,6 +14,8 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback
 
 from eagle3.callbacks import (
@@ -26,6 +28,7 @@ from eagle3.callbacks import (
 from eagle3.callbacks.stop_signals import STOPPING, StopSignals
 from eagle3.errors import ConfigError, TrainingError
 from eagle3.loggers import CsvLogger
+from eagle3.planning.saving import pause_s
 from eagle3.run_folder import read_metrics
 from tests.run.toy import STEPS_PER_EPOCH, ToyModule, train_toy
 
@@ -55,6 +58,22 @@ class At(Callback):
     def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any) -> None:
         if trainer.global_step + 1 == self.step:
             self.act()
+
+
+class StepClock(Callback):
+    """Shows seconds that pass at the start of each step, and while a checkpoint is made."""
+
+    def __init__(self, step_s: float, save_s: float = 0) -> None:
+        self.step_s, self.save_s, self.now = step_s, save_s, 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.now += self.step_s
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self.now += self.save_s
 
 
 def run_toy(
@@ -117,11 +136,33 @@ def test_steps_epoch_ends_and_how_many_are_kept(
 
 
 def test_time_also_makes_a_checkpoint_due(tmp_path: Path) -> None:
-    """A clock that shows 20 s a look: at each step's end, and when something was saved."""
-    ticks = itertools.count(step=20)
-    run_toy(tmp_path, every_minutes=1, keep_last=9, clock=lambda: next(ticks))
+    """A clock that moves by 20 s a step, and by nothing while something is saved."""
+    clock = StepClock(20)
+    run_toy(tmp_path, clock, every_minutes=1, keep_last=9, clock=clock)
     steps = [int(name[4:12]) for name in files(tmp_path) if name.startswith("step")]
     assert steps == [3, 4, 7, 8, 11, 12]
+
+
+def test_a_slow_disk_is_asked_less_often(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A save takes 4 s, so one by time comes 49 x 4 s after the last, ends of epochs as before."""
+    clock = StepClock(20, save_s=4)
+    run_toy(tmp_path, clock, every_minutes=1, keep_last=9, clock=clock, scores=[1.0, 0.9, 0.8])
+    steps = [int(name[4:12]) for name in files(tmp_path) if name.startswith("step")]
+    assert steps == [3, 4, 8, 12], "the first knows of no save yet; 80 s later each epoch ends"
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert said == [
+        "note: a save took 4.0 s, so the next by time comes after 3.3 min instead of "
+        "trainer.checkpoint_every_minutes=1: saves by time take at most 2% of a run"
+    ]
+
+
+@given(wanted=st.floats(1, 1e5), save=st.floats(0, 1e4))
+def test_saves_by_time_take_two_percent_at_most(wanted: float, save: float) -> None:
+    pause = pause_s(wanted, save)
+    assert save / (save + pause) <= 0.02 + 1e-9
+    assert pause == wanted or pause == pytest.approx(49 * save)
 
 
 def test_a_run_cut_by_max_steps_goes_on_within_its_epoch(tmp_path: Path) -> None:
