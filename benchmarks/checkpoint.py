@@ -9,9 +9,9 @@ fsync of the directory). Beside each save, in turn, the same bytes are written a
 of 16 MiB, which is what the disk itself takes. Training waits for a save, so all of it counts.
 
 The seconds at full width are the bytes over the rate of the slowest save of the largest size. Their
-share is taken of the pause between saves by time, ``trainer.checkpoint_every_minutes`` or what a slow
-disk makes of it, and the gate of 2 % is for that; saves at epoch ends and of the best come on top and
-are shown for an epoch whose length is a forecast, not a measurement. No card is used.
+share is taken of the pause between saves by time, ``trainer.checkpoint_every_minutes`` or what a
+slow disk makes of it, and the gate of 2 % is for that; saves at epoch ends and of the best come on
+top and are shown for an epoch whose length is a forecast, not a measurement. No card is used.
 
 ``--quick`` measures the smallest size only. ``--dir`` names the disk (the current directory).
 """
@@ -165,8 +165,8 @@ def at_full_width(sizes: list[Saved]) -> dict[str, float]:
         "peak_GiB": status_bytes("VmHWM") / 2**30,
     }
     print(f"\nfull width: {full / 1e9:.2f} GB computed, {seconds:.1f} s at the slowest save of the "
-          f"largest size;\n{pause / 60:.1f} min after each the next takes {figures['interval_share']:.2%} "
-          f"({minutes:g} min from {full / (60 * minutes) * 49 / 1e6:.0f} MB/s on)")  # fmt: skip
+          f"largest size;\none, and {pause / 60:.1f} min until the next, takes "
+          f"{figures['interval_share']:.2%}")  # fmt: skip
     print(f"an epoch of {EPOCH_TOKENS / 1e6:.1f} M tokens, forecast for four H100 at {MFU:.0%} of "
           f"their stated speed:\n{epoch_s / 60:.1f} min of training and {saves} saves (epoch end, "
           f"best, by time) take {figures['epoch_share']:.2%} on such a disk")  # fmt: skip
