@@ -1,6 +1,6 @@
 # make demo   train a drafter for a real verifier, from nothing, on two CPU cores
 # make test   lint, types and tests
-# make soak   twenty random kills of real runs, ten minutes; FILE=kills.csv keeps them
+# make soak   twenty random kills of real runs and of captures; FILE=kills.csv keeps those of runs
 # make rehearsal   the whole path of kimi_100k on CPU, killed and resumed; EXPERIMENT=name for another
 # make engine-check   the draft classes of SGLang and vLLM load and run exports on CPU (400 MB of wheels)
 # make gpu-check   what only a CUDA device can tell, into gpu_report.txt
@@ -25,6 +25,7 @@ test: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak $(if $(FILE),--out $(FILE))
+	$(BIN)/python -m tests.capturing.kills 20
 
 rehearsal: $(INSTALLED)
 	$(BIN)/python -m eagle3.rehearsal experiment=$(or $(EXPERIMENT),kimi_100k)
