@@ -127,7 +127,7 @@ def draw(report: Report, path: Path) -> None:
 
 def _lengths(report: Report) -> dict[str, float]:
     own = {
-        name.partition("/")[2].replace("acceptance_by_source/", "source "): value
+        name.removeprefix("val/").replace("acceptance_by_source/", "source "): value
         for name, value in report.figures.items()
         if "acceptance" in name and math.isfinite(value)
     }

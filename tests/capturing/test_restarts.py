@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ import torch
 from eagle3.capturing.merging import merge
 from eagle3.data.native_manifest import read_manifest
 from eagle3.errors import DataError
-from tests.capturing.kills import finish, kill_when, lines_of
+from tests.capturing.kills import ROOT, command, finish, kill_when, lines_of
 from tests.capturing.worlds import TALK, content, run, samples, settings, token_lines, write_lines
+from tests.tiny_run import clean_environment
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,35 @@ def test_kill_9_and_start_again(
         assert "are there already" in said
     assert content(moved) == content(straight / kind)
     assert not (moved / ".writing").exists()
+
+
+def test_a_disk_that_is_full_ends_it_and_it_goes_on(
+    chat_verifier: Path, straight: Path, tmp_path: Path
+) -> None:
+    """No file may be longer than 48 KiB, which a shard is."""
+    given = f"tokens={straight / 'tokens.jsonl'}"
+    out = tmp_path / "full"
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 48 && exec "$@"', "bash", *command(chat_verifier, out, given)],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=clean_environment(), timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "the disk is full" in done.stderr
+    assert "it goes on where it stopped" in done.stderr
+    finish(chat_verifier, out, given)
+    assert content(out) == content(straight / "tokens")
+
+
+def test_a_mistake_on_the_command_line_is_one_message(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "eagle3.capture", "verifer=x"],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env=clean_environment(),
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "unknown key 'verifer'; the nearest valid key is 'verifier'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_parts_of_several_machines_are_one_capture(chat_verifier: Path, tmp_path: Path) -> None:

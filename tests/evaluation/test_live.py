@@ -22,7 +22,7 @@ from eagle3.evaluation.live import (
 )
 from eagle3.evaluation.live_inputs import LiveModels, document_prompts, file_prompts
 from eagle3.evaluation.live_report import add_live, check_live, measure_live
-from eagle3.evaluation.report import Report, write
+from eagle3.evaluation.report import Report, _lengths, write
 from tests.decoding.tiny import LAYERS, make_drafter, make_prompts, make_verifier
 from tests.evaluation.live_world import make_live_world
 from tests.evaluation.test_evaluate import evaluate, read
@@ -93,6 +93,13 @@ def test_a_tie_is_excused(tmp_path: Path) -> None:
     found[2].answers[number] = replace(answer, ids=(*answer.ids[:place], twin))
     compared = compare_with_generate(models, prompts, found, live, quiet)
     assert (compared.excused, compared.wrong) == (1, ())
+
+
+def test_replayed_and_live_lengths_are_bars_of_their_own() -> None:
+    report = Report(
+        "a drafter", {"val/acceptance_replay": 1.5, "live/acceptance_replay": 1.75, "val/loss": 2.0}
+    )
+    assert _lengths(report) == {"acceptance_replay": 1.5, "live/acceptance_replay": 1.75}
 
 
 def test_first_difference_and_tolerance() -> None:

