@@ -14,6 +14,7 @@ from eagle3.verifier.huggingface import HuggingFaceVerifier
 from eagle3.verifier.server import ServerVerifier
 from eagle3.verifier.server_requests import ServerSettings
 from eagle3.verifier.sglang import SglangPair, SglangSource
+from eagle3.verifier.specforge import SpecForgeSource, connect_mooncake
 from eagle3.verifier.states import StatesSource
 from eagle3.verifier.vllm import VllmSource
 
@@ -92,7 +93,10 @@ def _source(plan: CapturePlan) -> StatesSource:
                 for address, form in zip((url, last_url.rstrip("/")), kinds, strict=True)
             )
             return SglangPair(aux, last)
+        case ServerForm.sglang_spec_capture:
+            store = connect_mooncake()
+            return SpecForgeSource(url, verifier, store, dtype=dtype, timeout_s=server.timeout_s)
     raise ConfigError(
-        f"server.form is {server.form}, expected sglang_aux with server.last_url, or "
-        "vllm_connector: the other forms give one kind of states only, or need a store of objects"
+        f"server.form is {server.form}, expected sglang_aux with server.last_url, "
+        "sglang_spec_capture, or vllm_connector: sglang_last gives one kind of states only"
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -27,8 +29,10 @@ from tests.verifier.servers import (
     serve,
     verifier_directory,
 )
+from tests.verifier.specforge_server import CaptureServer, Objects
 
 SGLANG = ["500", "503", "silence", "reset", "half a reply", "missing", "short", "not a number"]
+PATCHED = ["500", "503", "silence", "reset", "half a reply", "missing", "short", "lost object"]
 VLLM = ["500", "503", "silence", "reset", "half a reply", "missing", "cut file", "no file"]
 
 
@@ -48,8 +52,22 @@ def quick(**changes: object) -> ServerConfig:
     return ServerConfig(**{**known, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("form", [ServerForm.sglang_aux, ServerForm.vllm_connector])
-def test_a_storm_of_faults_ends_complete(form: ServerForm, tmp_path: Path) -> None:
+def use_store(patch: pytest.MonkeyPatch, objects: Objects) -> None:
+    """Mooncake's client, as far as it is used, connected to ``objects``."""
+    methods = {"setup": lambda *_: 0, "get": objects.get, "remove": objects.remove}
+    store = ModuleType("mooncake.store")
+    vars(store)["MooncakeDistributedStore"] = type("MooncakeDistributedStore", (), methods)
+    patch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    patch.setitem(sys.modules, "mooncake.store", store)
+
+
+FORMS = [ServerForm.sglang_aux, ServerForm.sglang_spec_capture, ServerForm.vllm_connector]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_storm_of_faults_ends_complete(
+    form: ServerForm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = verifier_directory(tmp_path / "verifier")
     tokens = write_lines(tmp_path / "tokens.jsonl", LINES)
     shared = tmp_path / "shared"
@@ -62,6 +80,10 @@ def test_a_storm_of_faults_ends_complete(form: ServerForm, tmp_path: Path) -> No
                 two = SglangServer("last", *([storm(2, SGLANG)] if faulty else []))
                 url, last_url = (stack.enter_context(serve(s)).url for s in (one, two))
                 server = quick(url=url, last_url=last_url, form=form)
+            elif form is ServerForm.sglang_spec_capture:
+                patched = CaptureServer(*([storm(4, PATCHED)] if faulty else []))
+                use_store(monkeypatch, patched.objects)
+                server = quick(url=stack.enter_context(serve(patched)).url, form=form)
             else:
                 only = VllmServer(shared, *([storm(3, VLLM)] if faulty else []))
                 stack.callback(only.close)
@@ -82,7 +104,7 @@ def test_a_storm_of_faults_ends_complete(form: ServerForm, tmp_path: Path) -> No
     for place, sample in zip(PLACES, samples(tmp_path / "stormy"), strict=True):
         assert torch.equal(sample.input_ids, DOCUMENTS[place])
         assert torch.equal(sample.aux_hidden, aux(place).flatten(1))
-    post_norm = form is ServerForm.sglang_aux
+    post_norm = form is not ServerForm.vllm_connector
     manifest = read_manifest(tmp_path / "stormy")
     kind = LastHidden.post_norm if post_norm else LastHidden.pre_norm
     assert manifest.states.last_hidden is kind

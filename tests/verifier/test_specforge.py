@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ from tests.verifier.servers import (
     DOCUMENTS,
     LAYERS,
     TRUTH,
-    Fault,
-    SglangServer,
     assert_states,
     aux,
     in_order,
     serve,
     verifier_directory,
 )
+from tests.verifier.specforge_server import CaptureServer
 
 TIMEOUT_S = 20.0
 QUICK = ServerSettings(in_flight=4, pause_s=0.01, poll_s=0.05)
@@ -37,66 +35,6 @@ QUICK = ServerSettings(in_flight=4, pause_s=0.01, poll_s=0.05)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return verifier_directory(tmp_path_factory.mktemp("specforge") / "tiny")
-
-
-class Objects:
-    """A store of raw bytes: an empty reply for a missing key, pinned until removed."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, bytes] = {}
-        self.lock = threading.Lock()
-
-    def put(self, key: str, content: bytes) -> None:
-        with self.lock:
-            self.held[key] = content
-
-    def get(self, key: str) -> bytes:
-        with self.lock:
-            return self.held.get(key, b"")
-
-    def remove(self, key: str) -> int:
-        with self.lock:
-            return 0 if self.held.pop(key, None) is not None else -1
-
-
-class CaptureServer(SglangServer):
-    """SGLang with the patch: writes objects, replies with their shapes."""
-
-    def __init__(self, fault: Fault = lambda _: None, wrapped: bool = False) -> None:
-        more = {
-            "enable_spec_capture": True,
-            "spec_capture_method": "eagle3",
-            "spec_capture_aux_layer_ids": [k - 1 for k in LAYERS],
-        }
-        super().__init__("last", fault, **more)
-        self.objects, self.wrapped = Objects(), wrapped
-
-    def states(self, content: dict[str, Any], place: int, fault: str | None) -> Any:
-        asked = content["spec_capture"]
-        features = {}
-        for artifact, states in (
-            ("aux", TRUTH[f"{place}.aux"]),
-            ("last_hidden", TRUTH[f"{place}.post_norm"]),
-        ):
-            name = asked["features"][artifact]
-            key = f"{asked['store_id']}/{asked['sample_id']}/g{asked['gen']}/{name}"
-            sent = states[1:] if fault == "short" else states
-            if fault != "lost object":
-                self.objects.put(key, sent.contiguous().view(torch.uint8).numpy().tobytes())
-            features[name] = {"shape": [1, *sent.shape], "dtype": "bfloat16"}
-        result: dict[str, Any] = {
-            "sample_id": asked["sample_id"],
-            "aux_layer_ids": self.args["spec_capture_aux_layer_ids"],
-            "features": features,
-        }
-        if fault == "sink error":
-            result = {"sample_id": asked["sample_id"], "error": "store is full"}
-        elif fault == "missing":
-            result = {}
-        elif fault == "other layers":
-            result["aux_layer_ids"] = [5, 6, 7]
-        meta = {"spec_capture": [result] if self.wrapped else result}
-        return {"prompt_token_ids": content["input_ids"], "meta_info": meta}
 
 
 def collect(server: CaptureServer, directory: Path) -> list[Outcome]:
