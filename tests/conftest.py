@@ -1,5 +1,7 @@
 """Shapes and dtypes in signatures are checked in every test, and cost nothing outside of tests."""
 
+import signal
+
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -9,3 +11,5 @@ install_import_hook(
 # No test judges by time: a busy machine would fail it.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+# Shells start background jobs with SIGINT ignored, which the processes of tests would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -55,8 +55,12 @@ def test_a_run_begins_where_the_other_ended(world: TinyWorld, trained: Path) -> 
 
 
 def test_a_start_that_stays_the_best_can_be_gone_on_from(world: TinyWorld, trained: Path) -> None:
-    """The best is the start itself then, saved at step 0; all after it is done once more alike."""
-    start = (*QUICK, "lr=1", "epochs=1", f"paths.init={trained}", "paths.vocab_map=null")
+    """The best is the start itself then, saved at step 0; all after it is done once more alike.
+
+    Steps so small that no draft token changes: of large ones it depends on the rounding of a
+    machine whether a drafter that guesses gets better or worse.
+    """
+    start = (*QUICK, "lr=1e-6", "epochs=1", f"paths.init={trained}", "paths.vocab_map=null")
     world.run(*start)
     folder = world.run_folders()[-1]
     before = (folder / "metrics.csv").read_text()
