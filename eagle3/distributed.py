@@ -16,6 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+# Defaults of its functions keep the group that is there when it is first imported, as DDP would do
+# later: gloo's threads would then outlive the group, and abort a process that ends meanwhile.
+import torch.distributed.nn
+
 from eagle3.checks import device_count
 from eagle3.compose import Job
 from eagle3.config import Config, TrainerConfig

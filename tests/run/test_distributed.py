@@ -49,6 +49,36 @@ def test_a_plain_process_is_no_rank() -> None:
         assert ranks == Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1)
 
 
+LEFT = """
+import os
+from pathlib import Path
+from eagle3.distributed import dist, init_process_group
+init_process_group("cpu", 60.0)
+import torch
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+del model
+dist.destroy_process_group()
+print(*[(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()])
+"""
+
+
+def test_no_thread_outlives_the_group() -> None:
+    """One that does aborts the process, now and then, when it lets go of a tensor at the end."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT],
+        env=clean_environment() | place | {"MASTER_PORT": str(_free_port())},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "gloo" not in done.stdout
+    assert done.stdout.strip()
+
+
 def test_torchrun_tells_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):
         monkeypatch.setenv(name, value)
